@@ -1,0 +1,639 @@
+"""Trains the decoder of model.py, alone or with the coarse models of multilevel.py (arXiv 2504.18590).
+
+    python train.py --mode single                        # the paper's baseline, on one GPU
+    python train.py                                      # the paper's multilevel run
+    python train.py --preset tiny --mode both            # both at a laptop's size, and the FLOPs saved
+    python train.py --mode sample --out out/tiny/single  # text from a trained model
+    torchrun --nproc_per_node=4 train.py                 # any of them on several GPUs
+
+Read it from top to bottom: settings, data, schedule, the run folder, the loop, what is printed at the end.
+"""
+
+import argparse
+import contextlib
+import csv
+import glob
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import GPT, GPTConfig
+from multilevel import coarse_sets, flops_per_token, flops_to_reach, prolong, restrict
+from prepare_data import get_tokenizer
+
+
+@dataclass
+class Settings:
+    """Each field is a flag of the same name, and its comment the flag's help. The defaults are the paper's run."""
+    mode: str = "multilevel"         # single, multilevel, both (one after the other, and the FLOPs saved) or sample (print text)
+    preset: str = "paper"            # paper, or tiny: a run of a minute or two on a laptop; flags you give change either
+    data: str = "data/fineweb-edu"   # folder made by prepare_data.py
+    out: str = ""                    # run folder; by default out/PRESET/MODE
+    resume: bool = False             # go on with the run in --out where its last checkpoint is
+    overwrite: bool = False          # start afresh although --out holds a run
+    # the model
+    n_layer: int = 12                # number of blocks
+    n_head: int = 8                  # attention heads
+    n_embd: int = 256                # width
+    block_size: int = 256            # context, in tokens
+    # the fine level
+    steps: int = 16000               # fine steps
+    batch_size: int = 64             # sequences a step, over all micro-batches and ranks
+    micro_batch: int = 0             # sequences a forward pass, the rest by accumulating gradients; 0: the whole batch
+    schedule: str = "cosine"         # of the fine rate after warm-up: cosine (to min_lr) or constant
+    lr: float = 1.2e-3               # highest fine rate
+    min_lr: float = 1.2e-4           # fine rate at the end of the cosine
+    warmup: int = 715                # steps of linear warm-up
+    optimizer: str = "sgd"           # sgd or adamw, at every level
+    momentum: float = 0.0            # sgd's momentum, or adamw's beta1
+    weight_decay: float = 0.0        # at every level
+    grad_clip: float = 0.0           # largest norm of a gradient, at every level; 0: no clipping
+    # the coarse levels
+    cycles: int = 35                 # the first so many fine steps are each followed by a cycle over the coarse models
+    coarse_steps: int = 100          # steps of a coarse model in one cycle
+    coarse_lr: float = 0.0           # constant coarse rate; 0: the same as lr
+    delta: float = 0.25              # weight of the kept block when a skipped one is averaged with it
+    kind: str = "alternate"          # coarse sets: alternate, stride, random, permuted or full (the control: no coarsening)
+    stride: int = 2                  # for --kind stride
+    in_turn: bool = False            # one coarse model a cycle, in turn, instead of all of them
+    keep_coarse_state: bool = False  # keep the coarse optimizers' momentum from cycle to cycle instead of resetting it
+    # counting and logging
+    flop_factor: float = 3.0         # forward passes that a training step counts as
+    eval_interval: int = 100         # fine steps between evaluations
+    eval_sequences: int = 128        # held-out sequences, always the same ones
+    log_interval: int = 10           # steps between rows of log.csv
+    save_seconds: float = 60.0       # seconds between checkpoints
+    target_loss: float = 0.0         # stop once the validation loss is at or below this; 0: train to the end
+    seed: int = 1                    # of the weights, the batches and random coarse sets
+    # the machine
+    device: str = "auto"             # cuda, mps or cpu; auto: the first of them that is there
+    dtype: str = "auto"              # float32 or bfloat16 (mixed precision); auto: bfloat16 where it is the faster one
+    compile: str = "auto"            # on or off; auto: on where the run is long enough to earn the compiling back
+    # for --mode sample, and at the end of --mode both
+    prompt: str = ""                 # text to continue; by default the model starts a document
+    max_new_tokens: int = 200        # length of a sample
+    temperature: float = 0.8         # 0 takes the likeliest token
+    top_k: int = 50                  # sample from so many likeliest tokens; 0: from all
+
+
+PRESETS = {
+    "paper": {},
+    "tiny": dict(data="data/stdlib", n_embd=64, n_head=4, block_size=64, batch_size=16, steps=1500, warmup=100, lr=0.2, min_lr=0.01,
+                 momentum=0.9, grad_clip=1.0, cycles=10, coarse_steps=20, eval_interval=50, eval_sequences=64, save_seconds=10.0),
+}
+# What may differ between a run and its resumption; with any other setting changed it would be another run.
+FREE = {"mode", "preset", "out", "resume", "overwrite", "save_seconds", "prompt", "max_new_tokens", "temperature", "top_k"}
+CHOICES = {"mode": ("single", "multilevel", "both", "sample"), "preset": tuple(PRESETS), "schedule": ("cosine", "constant"),
+           "optimizer": ("sgd", "adamw"), "kind": ("alternate", "stride", "random", "permuted", "full"),
+           "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "on", "off")}
+
+
+def parse_settings(argv):
+    """Settings from flags, and the names of the flags that were given. Exits with one line for a flag that cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    help_of = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Settings), re.M))
+    for f in fields(Settings):
+        kind = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=CHOICES.get(f.name), metavar=f.name.upper())
+        parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"{help_of[f.name]} [{f.default}]", **kind)
+    given = vars(parser.parse_args(argv))
+    s = Settings(**{**PRESETS[given.get("preset", "paper")], **given})
+    least = dict(steps=1, batch_size=1, eval_interval=1, eval_sequences=1, log_interval=1, max_new_tokens=1)
+    for f in fields(s):
+        value = getattr(s, f.name)
+        if f.type in (int, float) and not (math.isfinite(value) and value >= least.get(f.name, 0)):
+            sys.exit(f"error: --{f.name} {value} must be at least {least.get(f.name, 0)}")
+    return replace(s, coarse_lr=s.coarse_lr or s.lr), set(given)
+
+
+def settle(s, config):
+    """Decides device, dtype and compile where they are `auto`, says what was decided, and never changes it later."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(d for d in there if there[d]) if s.device == "auto" else s.device
+    if not there[device]:
+        sys.exit(f"error: this PyTorch ({torch.__version__}) sees no {device} device: use --device auto, or install another build")
+    dtype = s.dtype
+    if dtype == "auto":
+        fast = {"cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
+                "mps": lambda: False, "cpu": bfloat16_is_faster}[device]()
+        dtype = "bfloat16" if fast else "float32"
+    compiled = s.compile
+    if compiled == "auto":  # bench.py shows the break-even; compiling costs some 20 seconds whatever the length of the run
+        work = s.flop_factor * s.steps * s.batch_size * s.block_size * flops_per_token(config)
+        compiled = "on" if device != "mps" and work > (1e15 if device == "cuda" else 1e13) else "off"
+    if compiled == "on":
+        try:
+            torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+        except Exception as e:
+            if s.compile == "on":
+                sys.exit(f"error: --compile on: torch.compile fails here ({str(e).strip().splitlines()[0]}): use --compile off")
+            say("torch.compile fails here (is there a C++ compiler?): running eagerly")
+            compiled = "off"
+    return replace(s, device=device, dtype=dtype, compile=compiled)
+
+
+def bfloat16_is_faster():
+    """Whether this CPU multiplies bfloat16 matrices at least 1.5 times as fast as float32: most do not, some do at 4 times."""
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16) * 4:  # in turn, so that both see the same machine
+        a = torch.ones(1024, 1024, dtype=dtype)
+        begin = time.perf_counter()
+        a @ a
+        best[dtype] = min(best.get(dtype, math.inf), time.perf_counter() - begin)
+    return best[torch.float32] > 1.5 * best[torch.bfloat16]
+
+
+# Data ---------------------------------------------------------------------------------------------------------------------
+
+FINE, COARSE, HELD_OUT = range(3)  # streams of batches
+
+
+def read_meta(folder):
+    try:
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        how = os.path.basename(folder) if os.path.basename(folder) in ("stdlib", "fineweb-edu") else "--help"
+        sys.exit(f"error: no data in {folder} (no meta.json): run python prepare_data.py {how}")
+    except ValueError as e:
+        sys.exit(f"error: {folder}/meta.json is damaged ({e}): make the data again with prepare_data.py --overwrite")
+
+
+class Tokens:
+    """The shards of a split. Batch k of a stream is a pure function of (seed, stream, k): runs that differ in anything else see
+    the same batches, whatever they did before, and so does a run that is resumed or spread over ranks."""
+
+    def __init__(self, folder, split, T, vocab_size):
+        self.shards, self.T = [], T
+        for name in sorted(glob.glob(os.path.join(folder, f"{split}_*.bin"))):
+            if os.path.getsize(name) % 2:
+                sys.exit(f"error: {name} has an odd number of bytes, so it is not whole: make it again, prepare_data.py --overwrite")
+            if os.path.getsize(name):
+                self.shards.append(np.memmap(name, dtype="<u2", mode="r"))
+                if (largest := int(self.shards[-1].max())) >= vocab_size:
+                    sys.exit(f"error: {name} holds the token {largest}, outside the vocabulary of {vocab_size}: "
+                             "make it again, prepare_data.py --overwrite")
+        self.ends = np.cumsum([max(0, len(shard) - T) for shard in self.shards])  # places where a sequence can start
+        if not self.shards or self.ends[-1] == 0:
+            sys.exit(f"error: the {split} split of {folder} is shorter than one sequence of {T + 1} tokens: use more text or a "
+                     "smaller --block_size")
+
+    def batch(self, seed, stream, k, n):
+        """int64 (n, T + 1): inputs are [:, :-1], targets [:, 1:]."""
+        out = np.empty((n, self.T + 1), dtype=np.int64)
+        for row, start in enumerate(np.random.default_rng((seed, stream, k)).integers(self.ends[-1], size=n)):
+            i = int(np.searchsorted(self.ends, start, side="right"))
+            start -= self.ends[i - 1] if i else 0
+            out[row] = self.shards[i][start:start + self.T + 1]
+        return torch.from_numpy(out)
+
+
+# Schedule -----------------------------------------------------------------------------------------------------------------
+
+def fine_lr(s, step):
+    """The fine rate at a step counted from 0: linear warm-up to lr, then a cosine to min_lr, or constant."""
+    if step < s.warmup:
+        return s.lr * (step + 1) / s.warmup
+    if s.schedule == "constant":
+        return s.lr
+    return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * (step - s.warmup) / (s.steps - s.warmup))) / 2
+
+
+class Update(NamedTuple):
+    level: int   # 0: the fine model, i: coarse model i
+    step: int    # counted from 0 over the run, fine and coarse steps apart; it is also the number of the batch in its stream
+    last: bool   # the last update of a visit to this level; after a coarse model's comes its prolongation
+
+
+def plan(s, config):
+    """The run as one sequence of updates. A place in it is all that a checkpoint needs to know of the schedule."""
+    sets = coarse_sets(s.n_layer, s.kind, s.stride, s.seed)
+    cycles = min(s.cycles, s.steps) if s.mode == "multilevel" else 0
+    # The control without coarsening takes as many FLOPs, not steps, as the paper's two halves: rounded as a running sum, so that
+    # the whole coarse phase agrees to within half a step.
+    halves = s.coarse_steps * (1 if s.in_turn else 2) * flops_per_token(config, s.n_layer // 2) / flops_per_token(config)
+    coarse = 0
+    for step in range(s.steps):
+        yield Update(0, step, step < cycles or step + 1 == s.steps)
+        for i in range(len(sets)) if step < cycles else ():
+            if s.in_turn and i != step % len(sets):
+                continue
+            n = round((step + 1) * halves) - round(step * halves) if s.kind == "full" else s.coarse_steps
+            yield from (Update(i + 1, coarse + j, j + 1 == n) for j in range(n))
+            coarse += n
+
+
+# Run folder: config.json, log.csv, ckpt.pt --------------------------------------------------------------------------------
+
+COLUMNS = ["level", "step", "tokens", "flops", "flops_blocks", "lr", "train_loss", "val_loss", "seconds"]
+
+
+def read_log(folder):
+    """The rows of log.csv as dicts: level a string, the rest float, None where a cell is empty; a line cut short is left out."""
+    with open(os.path.join(folder, "log.csv"), newline="", encoding="utf-8") as f:
+        rows = [row for row in csv.DictReader(f) if None not in row.values()]
+    return [{k: v if k == "level" else float(v) if v else None for k, v in row.items()} for row in rows]
+
+
+def write_whole(path, write):
+    """Calls write(file) on a file beside path and then renames it, so that path is the old or the new one, never half of it."""
+    try:
+        with open(path + ".tmp", "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:  # torch.save reports a full disk as a RuntimeError
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        sys.exit(f"error: cannot write {path} ({str(e).splitlines()[0]}); "
+                 + ("the checkpoint before it is kept: make room and go on with --resume" if os.path.exists(path) else "make room"))
+
+
+def read_checkpoint(folder):
+    path = os.path.join(folder, "ckpt.pt")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not {"position", "model", "optimizers", "log_bytes", "config"} <= state.keys():
+            raise ValueError("it is not one of train.py's")
+        return state
+    except FileNotFoundError:
+        return None
+    except Exception as e:
+        sys.exit(f"error: cannot read the checkpoint {path} ({type(e).__name__}: {str(e).splitlines()[0][:120]}): "
+                 "put back a good copy, or start again with --overwrite")
+
+
+def open_run(s, given, meta):
+    """The settings of the run in s.out: those of s in a new folder, those recorded there when it is resumed."""
+    path = os.path.join(s.out, "config.json")
+    if s.resume and os.path.exists(path):
+        try:
+            with open(path, encoding="utf-8") as f:
+                old = json.load(f)
+            recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in FREE})
+        except (ValueError, KeyError, TypeError) as e:
+            sys.exit(f"error: {path} is damaged ({e}): start again with --overwrite")
+        wanted = set(PRESETS[s.preset]) | given if "preset" in given else given
+        differ = [f"--{k} {getattr(recorded, k)} (now {getattr(s, k)})" for k in sorted(wanted - FREE)
+                  if getattr(s, k) not in (getattr(recorded, k), "auto")]
+        if old["settings"]["mode"] != s.mode:
+            differ.append(f"--mode {old['settings']['mode']} (now {s.mode})")
+        differ += [f"data with {k} {old['data'].get(k)} (now {meta[k]})" for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")
+                   if old["data"].get(k) != meta[k]]
+        if differ:
+            sys.exit(f"error: the run in {s.out} was made with {', '.join(differ)}: resume it with the same, or choose another --out")
+        return recorded
+    if os.path.isdir(s.out) and os.listdir(s.out) and not s.overwrite and not s.resume:
+        sys.exit(f"error: {s.out} exists: go on with it by --resume, replace it by --overwrite, or choose another --out")
+    return s
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------------
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+
+def say(*words):
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+class AverageGradients:
+    """Data parallelism: averages each gradient over the ranks as soon as backward has completed it, while it goes on with the rest.
+
+    The hook sits on the parameter, which all levels share. So whichever model ran, each of its gradients is averaged exactly once,
+    and those of blocks that it skipped are left alone.
+    """
+
+    def __init__(self, model):
+        self.last_micro_batch, self.pending = True, []
+        if WORLD > 1:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(self.start)
+
+    def start(self, p):
+        if self.last_micro_batch:
+            p.grad /= WORLD
+            self.pending.append(dist.all_reduce(p.grad, async_op=True))
+
+    def finish(self):
+        while self.pending:
+            self.pending.pop().wait()
+
+
+# The loop -----------------------------------------------------------------------------------------------------------------
+
+def make_optimizer(s, net):
+    fused = s.device == "cuda"  # one kernel for all parameters
+    if s.optimizer == "adamw":
+        return torch.optim.AdamW(net.parameters(), s.lr, betas=(s.momentum or 0.9, 0.95), weight_decay=s.weight_decay, fused=fused)
+    return torch.optim.SGD(net.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=fused)
+
+
+def make_batches(s, tokens, updates):
+    """Yields (x, y) of this rank for each update, made and sent to the device one step ahead of their use."""
+    n = s.batch_size // WORLD
+
+    def make(update):
+        both = tokens.batch(s.seed, COARSE if update.level else FINE, update.step, s.batch_size)[RANK * n:(RANK + 1) * n]
+        return both.pin_memory() if s.device == "cuda" else both
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = None
+        for update in itertools.chain(updates, [None]):
+            ready, ahead = ahead, update and pool.submit(make, update)
+            if ready:
+                both = ready.result().to(s.device, non_blocking=True)
+                yield both[:, :-1], both[:, 1:]
+
+
+def autocast(s):
+    return torch.autocast(s.device, torch.bfloat16, enabled=s.dtype == "bfloat16")
+
+
+def take_step(s, net, optimizer, average, x, y):
+    """One optimizer step on the batch x, y: int64 (B, T). Returns this rank's mean loss as a tensor, without waiting for it."""
+    total, size = 0, s.micro_batch or len(x)
+    for begin in range(0, len(x), size):
+        xs, ys = x[begin:begin + size], y[begin:begin + size]
+        average.last_micro_batch = begin + size >= len(x)
+        with autocast(s):
+            loss = net(xs, ys)[1] * (len(xs) / len(x))
+        loss.backward()
+        total = total + loss.detach()
+    average.finish()
+    if s.grad_clip:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), s.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+@torch.no_grad()
+def evaluate(s, model, held_out):
+    """Mean loss in nats over the held-out sequences (n, T + 1), their chunks dealt out to the ranks."""
+    total = torch.zeros((), device=s.device)
+    for chunk in held_out.split(s.micro_batch or max(1, s.batch_size // WORLD))[RANK::WORLD]:
+        with autocast(s):
+            total += model(chunk[:, :-1], chunk[:, 1:])[1] * len(chunk)
+    if WORLD > 1:
+        dist.all_reduce(total)
+    return total.item() / len(held_out)
+
+
+def train(s, given):
+    """One run, single-level or multilevel, from its start or its last checkpoint to its end. Returns (model, settings)."""
+    meta = read_meta(s.data)
+    s = open_run(s, given, meta)
+    try:
+        config = GPTConfig(meta["vocab_size"], s.block_size, s.n_layer, s.n_head, s.n_embd)
+        sets = coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if s.mode == "multilevel" else []
+        if not 0 <= s.delta <= 1:
+            raise ValueError(f"delta = {s.delta} is not between 0 and 1")
+    except ValueError as e:
+        sys.exit(f"error: {e}")
+    if s.batch_size % WORLD:
+        sys.exit(f"error: --batch_size {s.batch_size} is not divisible by {WORLD} ranks")
+    tokens = Tokens(s.data, "train", s.block_size, meta["vocab_size"])
+    held_out = Tokens(s.data, "val", s.block_size, meta["vocab_size"]).batch(0, HELD_OUT, 0, s.eval_sequences)
+    s = settle(s, config)
+    held_out = held_out.to(s.device)
+
+    torch.manual_seed(s.seed)  # the weights are drawn on the CPU, so that they are the same on any device
+    model = GPT(config).to(s.device)
+    nets = [model] + [restrict(model, keep) for keep in sets]
+    optimizers = [make_optimizer(s, net) for net in nets]
+    average = AverageGradients(model)
+    if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
+        for part in (*model.blocks, model.head):
+            part.compile(dynamic=False)
+    updates = list(plan(s, config))
+    batch_tokens = s.batch_size * s.block_size
+    cost = [s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks)) for net in nets]
+    cost_blocks = [s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks), head=False) for net in nets]
+    whole = sum(cost[u.level] for u in updates)
+
+    checkpoint, log_path = os.path.join(s.out, "ckpt.pt"), os.path.join(s.out, "log.csv")
+    count = dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0, finished=False)
+    losses = []  # of the steps since the last row: floats after resuming, else tensors still on the device
+    state = read_checkpoint(s.out) if s.resume else None
+    if state:
+        if state["config"] != asdict(config):
+            sys.exit(f"error: {checkpoint} holds a model of {state['config']}, not {asdict(config)}: resume it in its own folder")
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        count, losses = state["count"], state["losses"]
+    if RANK == 0:
+        os.makedirs(s.out, exist_ok=True)
+        if not state:
+            for name in ("ckpt.pt", "log.csv"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(s.out, name))
+            about = dict(settings=asdict(s), data={k: meta.get(k) for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")},
+                         parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__)
+            write_whole(os.path.join(s.out, "config.json"), lambda f: f.write(json.dumps(about, indent=1).encode()))
+    say(f"{s.out}: {s.mode}, {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokens.shards)} shards of "
+        f"{meta['tokenizer']} tokens, {s.device}, {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s), "
+        f"{torch.get_num_threads()} threads\n{len(updates):,} updates, {whole:.3g} FLOPs"
+        + (f", resumed after {count['position']:,} updates" if state else ""))
+
+    log = None
+    if RANK == 0:
+        try:
+            log = open(log_path, "a", newline="", encoding="utf-8")
+            if log.tell() < (state["log_bytes"] if state else 0):
+                sys.exit(f"error: {log_path} is shorter than when {checkpoint} was written: put it back, or start with --overwrite")
+            log.truncate(state["log_bytes"] if state else 0)
+        except OSError as e:
+            sys.exit(f"error: cannot write {log_path} ({e.strerror})")
+        if not state:
+            csv.writer(log).writerow(COLUMNS)
+    stopped_by = []  # a first SIGINT or SIGTERM lets the step end and saves; a second one kills
+    before = {n: signal.signal(n, lambda n, _: (stopped_by.append(n), signal.signal(n, signal.SIG_DFL)))
+              for n in (signal.SIGINT, signal.SIGTERM)}
+    begin = saved_at = printed_at = time.perf_counter()
+    seconds_before, printed_tokens = count["seconds"], count["tokens"]
+
+    def collect():
+        """The losses of the pending steps, averaged over the ranks; stops the run if one of them is not finite."""
+        device_losses = [x for x in losses if torch.is_tensor(x)]
+        if device_losses:
+            values = torch.stack(device_losses)
+            if WORLD > 1:
+                dist.all_reduce(values)
+                values /= WORLD
+            losses[-len(device_losses):] = values.tolist()
+        for back, value in enumerate(reversed(losses)):
+            if not math.isfinite(value):
+                broken(f"the loss is {value} at {level_name} step {u.step + 1 - back}")
+
+    def broken(what):
+        kept = "no checkpoint was written yet"
+        if os.path.exists(checkpoint) and (last := read_checkpoint(s.out)):
+            kept = f"the last good checkpoint is {checkpoint}, after {last['position']:,} of {len(updates):,} updates"
+        sys.exit(f"error: {what}; {kept}. Try a smaller --lr, or --grad_clip 1")
+
+    def write_row(level, step, lr, train_loss, val_loss):
+        nonlocal printed_at, printed_tokens
+        now = time.perf_counter()
+        count["seconds"] = seconds_before + now - begin
+        if RANK == 0:
+            number = [f"{count['tokens']}", f"{count['flops']:.0f}", f"{count['flops_blocks']:.0f}", lr, train_loss, val_loss]
+            try:
+                csv.writer(log).writerow([level, step, *number, f"{count['seconds']:.3f}"])
+                log.flush()
+            except OSError as e:
+                sys.exit(f"error: cannot write {log_path} ({e.strerror}); {checkpoint} is kept: make room and go on with --resume")
+        if val_loss or now - printed_at > 5:
+            speed = (count["tokens"] - printed_tokens) / (now - printed_at)
+            share = count["flops"] / whole
+            left = count["seconds"] * (1 / share - 1) if share else 0
+            say(f"{level:>8} step {step:5}" + (f" | train {train_loss:.4f}" if train_loss else " " * 15)
+                + (f" | val {val_loss:.4f}" if val_loss else " " * 13) + (f" | lr {lr:.2e}" if lr else " " * 14)
+                + f" | {speed:7,.0f} tok/s | {count['flops']:.3g} FLOPs | {share:4.0%} | "
+                f"{int(left) // 60}:{int(left) % 60:02} left")
+            printed_at, printed_tokens = now, count["tokens"]
+
+    def save():
+        nonlocal saved_at
+        saved_at = time.perf_counter()
+        collect()
+        if not all(p.isfinite().all() for p in model.parameters()):
+            broken(f"the weights are not finite after {level_name} step {u.step + 1}")
+        if RANK == 0:
+            os.fsync(log.fileno())
+            write_whole(checkpoint, lambda f: torch.save(dict(
+                position=count["position"], count=count, losses=losses, log_bytes=log.tell(), config=asdict(config),
+                model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers]), f))
+
+    if not count["position"]:
+        write_row("fine", 0, None, None, evaluate(s, model, held_out))
+    todo = [] if count["finished"] else updates[count["position"]:]
+    for u, (x, y) in zip(todo, make_batches(s, tokens, todo)):
+        level_name = f"coarse{u.level}" if u.level else "fine"
+        lr = s.coarse_lr if u.level else fine_lr(s, u.step)
+        for group in optimizers[u.level].param_groups:
+            group["lr"] = lr
+        losses.append(take_step(s, nets[u.level], optimizers[u.level], average, x, y))
+        count["position"] += 1
+        count["tokens"] += batch_tokens
+        count["flops"] += cost[u.level]
+        count["flops_blocks"] += cost_blocks[u.level]
+
+        val_loss = None
+        if not u.level and ((u.step + 1) % s.eval_interval == 0 or u.step + 1 == s.steps):
+            val_loss = evaluate(s, model, held_out)
+        if u.last or val_loss or (u.step + 1) % s.log_interval == 0:
+            collect()
+            write_row(level_name, u.step + 1, lr, sum(losses) / len(losses), val_loss)
+            losses.clear()
+        if u.level and u.last:
+            prolong(model, sets[u.level - 1], s.delta)
+            if not s.keep_coarse_state:
+                optimizers[u.level] = make_optimizer(s, nets[u.level])
+            val_loss = evaluate(s, model, held_out)
+            write_row(f"prolong{u.level}", u.step + 1, None, None, val_loss)
+        count["finished"] = count["position"] == len(updates) or val_loss is not None and val_loss <= s.target_loss
+        wants = [stopped_by[0] if stopped_by else 0, count["finished"] or time.perf_counter() - saved_at > s.save_seconds]
+        if WORLD > 1:  # clocks and signals differ between ranks: agree, at the steps that write a row, on what all of them do
+            agreed = torch.tensor(wants if not losses else [0, 0], dtype=torch.int64, device=s.device)
+            if not losses:
+                dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            wants = agreed.tolist()
+        if any(wants):
+            save()
+        if wants[0] and not count["finished"]:
+            say(f"stopped after {count['position']:,} of {len(updates):,} updates: the same command with --resume goes on")
+            sys.exit(128 + wants[0])
+        if count["finished"]:
+            break
+    for n, handler in before.items():
+        signal.signal(n, handler)
+    say(f"{s.out}: finished, {count['seconds']:.0f} seconds of training")
+    return model, s
+
+
+# What is printed at the end -----------------------------------------------------------------------------------------------
+
+def evaluations(rows, column="flops"):
+    """(flops, validation losses) of the fine model, prolongations included, from the rows of a log."""
+    found = [(row[column], row["val_loss"]) for row in rows if row["val_loss"] is not None]
+    return [f for f, _ in found], [v for _, v in found]
+
+
+def headline(single, multilevel):
+    """The paper's figure from two logs: the FLOPs to reach the single-level run's lowest validation loss. Returns lines of text."""
+    lines = []
+    for name, rows in (("single-level", single), ("multilevel", multilevel)):
+        flops, losses = evaluations(rows)
+        lines.append(f"{name:>12}: lowest validation loss {min(losses):.4f} at {flops[losses.index(min(losses))]:.4g} FLOPs, "
+                     f"{flops[-1]:.4g} FLOPs in all")
+    for column, counted in (("flops", "all FLOPs"), ("flops_blocks", "FLOPs of the blocks only")):
+        flops, losses = evaluations(single, column)
+        target, spent = min(losses), flops_to_reach(flops, losses, min(losses))
+        reached = flops_to_reach(*evaluations(multilevel, column), target)
+        if reached is None:
+            lines.append(f"multilevel did not reach the single-level minimum of {target:.4f} ({counted})")
+        else:
+            lines.append(f"multilevel reached the single-level minimum of {target:.4f} at {reached:.4g} {counted} instead of "
+                         f"{spent:.4g}: a saving of {1 - reached / spent:.1%}")
+    return lines
+
+
+def sample(model, s, tokenizer):
+    """Text that continues s.prompt at the start of a document; the same for the same seed."""
+    torch.manual_seed(s.seed)
+    ids = [tokenizer.eot_token, *tokenizer.encode_ordinary(s.prompt)]
+    with torch.compiler.set_stance("force_eager"):  # its lengths vary, so compiled code would be made anew for each
+        out = model.generate(torch.tensor([ids], device=s.device), s.max_new_tokens, s.temperature, s.top_k or None)
+    return tokenizer.decode(out[0, 1:].tolist())
+
+
+def sample_from_folder(s):
+    state = read_checkpoint(s.out)
+    if state is None:
+        sys.exit(f"error: no checkpoint in {s.out or '--out'}: name the folder of a run with --out")
+    with open(os.path.join(s.out, "config.json"), encoding="utf-8") as f:
+        about = json.load(f)
+    model = GPT(GPTConfig(**state["config"]))
+    model.load_state_dict(state["model"])
+    s = settle(replace(s, compile="off"), model.config)
+    print(sample(model.to(s.device), s, get_tokenizer(about["data"]["tokenizer"])))
+
+
+def main(argv=None):
+    s, given = parse_settings(argv)
+    if s.mode == "sample":
+        return sample_from_folder(s)
+    if WORLD > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    out = s.out or f"out/{s.preset}"
+    runs = [replace(s, mode=mode, out=f"{out}/{mode}" if s.mode == "both" or not s.out else s.out)
+            for mode in (("single", "multilevel") if s.mode == "both" else (s.mode,))]
+    done = [train(run, given) for run in runs]
+    if RANK == 0 and s.mode == "both":
+        for model, run in done:
+            say(f"\n--- a sample of the {run.mode} run\n{sample(model, run, get_tokenizer(read_meta(run.data)['tokenizer']))}")
+        say("\n" + "\n".join(headline(*(read_log(run.out) for _, run in done))))
+    if WORLD > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
