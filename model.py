@@ -37,7 +37,7 @@ def attend(q, k, v):
     """Causal attention; q, k, v and the result are (B, n_head, T, head width).
 
     On the CPU in bfloat16 PyTorch's fused kernel is slower than the product written out as long as the (T, T) scores fit in the
-    caches (`experiments/bench.py` times both), so there it is written out. Everywhere else the fused kernel is the better one.
+    caches, so there it is written out. Everywhere else the fused kernel is the better one.
     """
     T = q.shape[-2]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 512:
@@ -71,7 +71,7 @@ class Head(nn.Module):
 
     With targets the logits, by far the largest tensor of a step, get no name: what the backward pass needs is all that stays.
     `F.linear_cross_entropy` would keep even less, but PyTorch 2.13's chunked version takes several times as long on a CPU and
-    rounds the loss of bfloat16 inputs to 2 digits (`experiments/bench.py --head`); a smaller `--micro_batch` saves the same.
+    rounds the loss of bfloat16 inputs to bfloat16; a smaller `--micro_batch` saves the same.
     """
 
     def __init__(self, weight):

@@ -6,15 +6,22 @@ autograd, a run that was never stopped, the bytes of the text, a server that mis
 
 import csv
 import glob
+import gzip
+import http.server
 import json
+import lzma
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import sysconfig
+import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
@@ -361,7 +368,7 @@ def test_batches_are_a_function_of_seed_stream_and_number_only(data):
 
 def test_a_run_by_hand(data, tmp_path):
     """log.csv against the method written out once more: both levels, momentum reset, FLOPs, the loss after each prolongation."""
-    model, s = run(data, tmp_path / "run")or (None, None)
+    run(data, tmp_path / "run")
     s = settings(*RUN)
     torch.manual_seed(s.seed)
     hand = GPT(GPTConfig(257, 16, 4, 2, 16))
@@ -536,3 +543,252 @@ def test_help_holds_every_setting(capsys):
     out = capsys.readouterr().out
     for f in train.fields(train.Settings):
         assert f"--{f.name} " in out or f"--{f.name}\n" in out
+
+
+# prepare_data.py ------------------------------------------------------------------------------------------------------
+
+def prepare(out, *source, tokenizer="bytes"):
+    prepare_data.main([*map(str, source), "--out", str(out), "--tokenizer", tokenizer])
+
+
+def refused(out, *source, said):
+    """The command ends in one line, an error that says all of these."""
+    with pytest.raises(SystemExit) as stop:
+        prepare(out, *source)
+    line = str(stop.value)
+    assert line.startswith("error: ") and "\n" not in line and all(word in line for word in said), line
+
+
+def tokens_in(folder):
+    return {split: np.concatenate([np.fromfile(f, "<u2") for f in sorted(folder.glob(split + "_*.bin"))]).tolist()
+            for split in ("train", "val")}
+
+
+def by_hand(texts):
+    """The rule written out: bytes, each document after a 256, documents 0, 50, 100, ... to validation."""
+    splits = {"train": [], "val": []}
+    for i, text in enumerate(texts):
+        splits["val" if i % 50 == 0 else "train"] += [256, *text.encode("utf-8")]
+    return splits
+
+
+def text_of(i):
+    return f"row {i}: <|endoftext|> gr\u00fc\u00dfe \U0001f600\r\n" + "words and words " * (i % 7)
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def test_data_tokens_are_the_documents_in_their_splits_and_shards(tmp_path):
+    texts = [text_of(i) for i in range(120)]
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl.xz", "c.jsonl.gz")]
+    files[0].write_bytes(jsonl(texts[:30]))
+    files[1].write_bytes(lzma.compress(jsonl(texts[30:70] + [""])))
+    files[2].write_bytes(gzip.compress(jsonl(texts[70:])))
+    prepare(tmp_path, *files, "--name", "mine", "--shard_tokens", "1k")
+    wanted, meta = by_hand(texts), json.loads((tmp_path / "mine" / "meta.json").read_text())
+    assert tokens_in(tmp_path / "mine") == wanted
+    for split in wanted:
+        n, sizes = len(wanted[split]), [f.stat().st_size for f in sorted((tmp_path / "mine").glob(split + "_*.bin"))]
+        assert sizes == [2000] * (n // 1000) + [n % 1000 * 2] and meta[split + "_tokens"] == n
+    assert (meta["tokenizer"], meta["vocab_size"], meta["eot"], meta["documents"]) == ("bytes", 257, 256, 120)
+    assert [f.name for f in (tmp_path / "mine").iterdir() if f.suffix != ".bin"] == ["meta.json"]
+    # Of fewer tokens, the first documents, none cut, each in the split where it was.
+    prepare(tmp_path, *files, "--name", "few", "--tokens", "4k")
+    n = json.loads((tmp_path / "few" / "meta.json").read_text())["documents"]
+    assert tokens_in(tmp_path / "few") == by_hand(texts[:n])
+    assert sum(1 + len(t.encode()) for t in texts[:n]) >= 4000 > sum(1 + len(t.encode()) for t in texts[:n - 1])
+
+
+def test_data_a_long_text_is_cut_after_line_ends(tmp_path):
+    text = "".join(f"line {i} \u00e9\r\n" for i in range(20_000)) + "\U0001f600" * 70_000 + "\nend"
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "sub" / "b.txt").write_bytes(text.encode())
+    (tmp_path / "in" / "a.md").write_text("first")
+    prepare(tmp_path, tmp_path / "in", "--name", "d")
+    splits = tokens_in(tmp_path / "d")
+    pieces = bytes(min(token, 255) for token in splits["train"]).split(b"\xff")[1:]  # 255 is in no UTF-8 text
+    assert splits["val"] == [256, *b"first"] and b"".join(pieces) == text.encode()
+    assert max(len(piece.decode()) for piece in pieces[:4]) <= 65536 and all(p.endswith(b"\n") for p in pieces[:4])
+    assert 60_000 < len(pieces[0]) and splits["train"].count(256) == len(pieces) < 12
+
+
+def test_data_stdlib(tmp_path):
+    prepare(tmp_path, "stdlib", "--tokens", "2M")
+    first = Path(sysconfig.get_paths()["stdlib"], "__future__.py").read_bytes()
+    assert bytes(tokens_in(tmp_path / "stdlib")["val"][1:len(first) + 1]) == first
+
+
+def test_data_gpt2_tokens_are_tiktokens(tmp_path):
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("needs a TIKTOKEN_CACHE_DIR with gpt2")
+    enc = prepare_data.get_tokenizer("gpt2")
+    texts = [text_of(i) for i in range(60)] + ["half a pair: \ud83d", " " * 100_000]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    prepare(tmp_path, tmp_path / "a.jsonl", "--name", "d", tokenizer="gpt2")
+    val = [0, 50]
+    assert tokens_in(tmp_path / "d") == {
+        "train": [token for i in range(62) if i not in val for token in [50256, *enc.encode_ordinary(texts[i])]],
+        "val": [token for i in val for token in [50256, *enc.encode_ordinary(texts[i])]]}
+
+
+def test_data_gpt2_without_network_says_what_to_do(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    closed = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    env = {**os.environ, **closed, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, os.path.join(HERE, "prepare_data.py"), "a.txt", "--name", "d"], cwd=tmp_path,
+                          env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in ("stdlib", "TIKTOKEN_CACHE_DIR", "--tokenizer bytes"))
+
+
+class Rows(http.server.BaseHTTPRequestHandler):
+    """The rows API. server.faults: what the first answers are instead of good ones, by offset."""
+    def do_GET(self):
+        query, server = parse_qs(urlparse(self.path).query), self.server
+        first, length = int(query["offset"][0]), int(query["length"][0])
+        server.asked.append((first, time.monotonic()))
+        assert self.headers["Authorization"] == server.token and length <= 100 and query["config"] == ["sample-10BT"]
+        fault = server.faults[first].pop(0) if server.faults.get(first) else None
+        time.sleep(2 if fault == "slow" else server.delay)
+        rows = [{"row_idx": i, "row": {"text": text_of(i)}, "truncated_cells": ["text"] * (i in server.truncated)}
+                for i in range(first + (fault == "other rows"), min(first + length, server.total))]
+        body = json.dumps({"rows": rows, "num_rows_total": server.total, "partial": False}).encode()
+        body = {"malformed": body[:-9], "other shape": b"[1]"}.get(fault, body)
+        self.send_response(429 if fault == "wait" else fault if isinstance(fault, int) else 200)
+        self.send_header("Content-Length", str(len(body)))
+        if fault == "wait":
+            self.send_header("Retry-After", "1")
+        self.end_headers()
+        self.wfile.write(body[:40] if fault == "cut short" else body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def api(monkeypatch):
+    monkeypatch.setattr(prepare_data, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(prepare_data, "LONGEST_WAIT", 0.02)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Rows)
+    server.handle_error = lambda *_: None  # a client that hangs up is part of the tests
+    server.faults, server.asked, server.truncated, server.delay, server.total, server.token = {}, [], (), 0, 1234, None
+    server.source = ["fineweb-edu", "--url", f"http://127.0.0.1:{server.server_port}/rows", "--timeout", "0.5"]
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_data_rows_api_on_a_bad_day(tmp_path, api, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    api.token = "Bearer secret"
+    api.faults = {0: [500, "malformed"], 100: ["wait"], 300: ["slow"], 400: ["cut short", 503], 600: ["other rows"],
+                  700: ["other shape"], 1200: ["cut short"]}
+    api.truncated = (50, 777)  # these two are not whole, and so not documents
+    prepare(tmp_path, *api.source, "--shard_tokens", "5k")
+    assert not any(api.faults.values())
+    assert tokens_in(tmp_path / "fineweb-edu") == by_hand(text_of(i) for i in range(1234) if i not in api.truncated)
+    refused_at, asked_again = [when for first, when in api.asked if first == 100]
+    assert asked_again - refused_at >= 1  # as Retry-After said
+    assert len([first for first, _ in api.asked if first == 300]) == 2  # nobody waited for the slow answer
+
+
+def test_data_rows_api_that_fails_for_good(tmp_path, api):
+    for status in (401, 403, 404):
+        api.faults = {0: [status]}
+        refused(tmp_path, *api.source, said=[str(status), "HF_TOKEN"])
+    assert len(api.asked) == 3  # asking again would not help
+    api.faults = {300: [500] * prepare_data.TRIES}
+    refused(tmp_path, *api.source, said=["row 300", "500", "same command"])
+    assert not any(api.faults.values())
+    api.asked.clear()
+    prepare(tmp_path, *api.source)
+    assert min(first for first, _ in api.asked) == 300  # what came before the failure is kept
+    assert tokens_in(tmp_path / "fineweb-edu") == by_hand(map(text_of, range(1234)))
+    refused(tmp_path / "new", "fineweb-edu", "--url", "http://127.0.0.1:9/rows", said=["stdlib", "TIKTOKEN_CACHE_DIR"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_data_stopped_and_resumed_is_as_never_stopped(tmp_path, api, number):
+    api.total, api.delay, folder = 6000, 0.4, tmp_path / "fineweb-edu"
+    more = ["--shard_tokens", "20k"]
+    process = subprocess.Popen([sys.executable, os.path.join(HERE, "prepare_data.py"), *api.source, *more, "--out",
+                                str(tmp_path), "--tokenizer", "bytes"], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (folder / "train_000001.bin").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    said = process.communicate()[1]
+    if number == signal.SIGTERM:
+        assert process.returncode == 130 and "resumes" in said and "Traceback" not in said
+    finished = {f: f.stat().st_mtime_ns for f in folder.glob("*.bin")}
+    rows_in_them = sum(np.fromfile(f, "<u2").tolist().count(256) for f in finished)
+    refused(tmp_path, *api.source, *more, "--tokens", "1M", said=["tokens", "1000000", "--overwrite"])
+    api.delay, api.asked = 0, []
+    prepare(tmp_path, *api.source, *more)
+    assert min(first for first, _ in api.asked) >= rows_in_them - 1 > 100 and not list(folder.glob("*.part"))
+    assert all(f.stat().st_mtime_ns == then for f, then in finished.items())
+    assert tokens_in(folder) == by_hand(map(text_of, range(6000)))
+    prepare(tmp_path / "undisturbed", *api.source, *more)
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == {
+        f.name: f.read_bytes() for f in (tmp_path / "undisturbed" / "fineweb-edu").iterdir()}
+
+
+def test_data_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(map(text_of, range(200))))
+    monkeypatch.setattr(prepare_data, "SAVE_EVERY", -1)  # after each document
+    room, write = [0], prepare_data.write
+
+    def write_while_there_is_room(path, data, at=0):
+        room[0] -= 1
+        write(path, data if room[0] else data[:len(data) // 2], at)
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_data, "write", write_while_there_is_room)
+    command = [tmp_path, tmp_path / "a.jsonl", "--name", "d", "--shard_tokens", "1k"]
+    for room[0] in (100, 101, 102):  # full while writing tokens, and while writing progress.json
+        refused(*command, said=["No space left", "same command"])
+    room[0] = -1
+    prepare(*command)
+    assert tokens_in(tmp_path / "d") == by_hand(map(text_of, range(200)))
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("a.txt", b"x" * 70_000 + b"\xff" + b"y" * 9, ["a.txt", "UTF-8", "70000"]),
+    ("a.txt", b"caf\xc3", ["UTF-8", "3"]),
+    ("a.jsonl", jsonl("a") + b'{"text": "\xe9"}', ["UTF-8", "33"]),
+    ("a.jsonl", jsonl("abc") + b"{bad\n", ["a.jsonl", "line 4"]),
+    ("a.jsonl", jsonl("a") + b'{"txt": 1}', ["line 2", "text"]),
+    ("a.jsonl", jsonl("a") + b'{"text": null}', ["line 2", "text"]),
+    ("a.txt.xz", lzma.compress(b"text" * 999)[:-20], ["a.txt.xz"]),
+    ("a.txt.gz", b"not gzip", ["a.txt.gz"]),
+    ("a.txt", b"", ["0 documents"]),
+    ("a.txt", b"one", ["1 documents", "validation"]),
+    ("none.txt", None, ["none.txt", "No such file"])])
+def test_data_bad_input_is_one_clear_line(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refused(tmp_path, tmp_path / name, "--name", "d", said=said)
+    assert not (tmp_path / "d" / "meta.json").exists()
+
+
+def test_data_that_is_there_is_never_lost(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(map(text_of, range(99))))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes.txt").write_text("not of prepare_data")
+    command, state = [tmp_path, tmp_path / "a.jsonl", "--name", "d"], lambda: {
+        f.name: (f.read_bytes(), f.stat().st_mtime_ns) for f in (tmp_path / "d").iterdir()}
+    prepare(*command)
+    before = state()
+    prepare(*command)  # the same: nothing to do
+    refused(*command, "--shard_tokens", "1000", said=["shard_tokens", "1000", "--overwrite"])
+    assert state() == before
+    (tmp_path / "d" / "meta.json").unlink()
+    refused(*command, said=["--overwrite"])
+    prepare(*command, "--shard_tokens", "1000", "--overwrite")
+    assert tokens_in(tmp_path / "d") == by_hand(map(text_of, range(99))) and "notes.txt" in state()
+    refused(tmp_path, tmp_path / "a.jsonl", said=["--name"])
+    refused(tmp_path, "stdlib", "--tokens", "many", said=["many"])

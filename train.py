@@ -130,7 +130,7 @@ def settle(s, config):
                 "mps": lambda: False, "cpu": bfloat16_is_faster}[device]()
         dtype = "bfloat16" if fast else "float32"
     compiled = s.compile
-    if compiled == "auto":  # bench.py shows the break-even; compiling costs some 20 seconds whatever the length of the run
+    if compiled == "auto":  # compiling takes a while, whatever the length of the run
         work = s.flop_factor * s.steps * s.batch_size * s.block_size * flops_per_token(config)
         compiled = "on" if device != "mps" and work > (1e15 if device == "cuda" else 1e13) else "off"
     if compiled == "on":
