@@ -632,6 +632,7 @@ def main(argv=None):
             say(f"\n--- a sample of the {run.mode} run\n{sample(model, run, get_tokenizer(read_meta(run.data)['tokenizer']))}")
         say("\n" + "\n".join(headline(*(read_log(run.out) for _, run in done))))
     if WORLD > 1:
+        dist.barrier()  # a rank that leaves while another still talks to it can abort at exit
         dist.destroy_process_group()
 
 
