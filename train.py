@@ -258,7 +258,7 @@ def write_whole(path, write):
     except (OSError, RuntimeError) as e:  # torch.save reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")
-        sys.exit(f"error: cannot write {path} ({str(e).splitlines()[0]}); "
+        sys.exit(f"error: cannot write {path} (is the disk full? {str(e).splitlines()[0]}); "
                  + ("the checkpoint before it is kept: make room and go on with --resume" if os.path.exists(path) else "make room"))
 
 
