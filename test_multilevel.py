@@ -333,6 +333,7 @@ def test_plan_is_the_papers_schedule():
     in_turn = list(train.plan(settings("--in_turn"), GPTConfig()))
     assert [u.level for u in in_turn if u.level and u.last] == [1, 2] * 17 + [1] and sum(u.level > 0 for u in in_turn) == 3500
     assert all(u.level == 0 for u in train.plan(settings("--mode", "single"), GPTConfig()))
+    assert len(list(train.plan(settings("--mode", "single", "--n_layer", "5", "--steps", "9"), GPTConfig(n_layer=5)))) == 9  # odd is fine
 
 
 @pytest.mark.parametrize("more", [[], ["--in_turn"], ["--coarse_steps", "7", "--cycles", "5"]])

@@ -217,9 +217,14 @@ class Update(NamedTuple):
     last: bool   # the last update of a visit to this level; after a coarse model's comes its prolongation
 
 
+def sets_of(s):
+    """The kept blocks of each coarse model of the run: none where it is single-level."""
+    return coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if s.mode == "multilevel" else []
+
+
 def plan(s, config):
     """The run as one sequence of updates. A place in it is all that a checkpoint needs to know of the schedule."""
-    sets = coarse_sets(s.n_layer, s.kind, s.stride, s.seed)
+    sets = sets_of(s)
     cycles = min(s.cycles, s.steps) if s.mode == "multilevel" else 0
     # The control without coarsening takes as many FLOPs, not steps, as the paper's two halves: rounded as a running sum, so that
     # the whole coarse phase agrees to within half a step.
@@ -400,7 +405,7 @@ def train(s, given):
     s = open_run(s, given, meta)
     try:
         config = GPTConfig(meta["vocab_size"], s.block_size, s.n_layer, s.n_head, s.n_embd)
-        sets = coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if s.mode == "multilevel" else []
+        sets = sets_of(s)
         if not 0 <= s.delta <= 1:
             raise ValueError(f"delta = {s.delta} is not between 0 and 1")
     except ValueError as e:
@@ -420,6 +425,7 @@ def train(s, given):
     if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
+    parameters = sum(p.numel() for p in model.parameters())
     updates = list(plan(s, config))
     batch_tokens = s.batch_size * s.block_size
     cost = [s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks)) for net in nets]
@@ -444,9 +450,9 @@ def train(s, given):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(s.out, name))
             about = dict(settings=asdict(s), data={k: meta.get(k) for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")},
-                         parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__)
+                         parameters=parameters, torch=torch.__version__)
             write_whole(os.path.join(s.out, "config.json"), lambda f: f.write(json.dumps(about, indent=1).encode()))
-    say(f"{s.out}: {s.mode}, {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokens.shards)} shards of "
+    say(f"{s.out}: {s.mode}, {parameters:,} parameters, {len(tokens.shards)} shards of "
         f"{meta['tokenizer']} tokens, {s.device}, {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s), "
         f"{torch.get_num_threads()} threads\n{len(updates):,} updates, {whole:.3g} FLOPs"
         + (f", resumed after {count['position']:,} updates" if state else ""))
