@@ -1,11 +1,18 @@
 """The evidence: every arm that the paper's claim needs beside it, run and reported by one command each.
 
-    python experiments/study.py run --scale narrow --arms single multilevel full constant --seeds 1 2 3
-    python experiments/study.py keep --scale narrow         # thinned logs into experiments/results/, to be committed
-    python experiments/study.py report --scale narrow       # tables and figures from what is there (figures want matplotlib)
+    python experiments/study.py run --scale narrow --arms headline --seeds 1 2 3     # a study, or arms by name, or all
+    python experiments/study.py keep --scale narrow          # thinned logs into experiments/results/, to be committed
+    python experiments/study.py report --scale narrow        # tables and a figure from those (the figure wants matplotlib)
 
-`run` starts several runs at once, skips what is finished and resumes what is not. `report` reads log.csv and config.json only.
-All scales follow the paper's schedule verbatim: 16,000 fine steps, 715 of warm-up, 35 cycles of 2 x 100 coarse steps, plain SGD.
+`run` starts several runs at once, skips what is finished and resumes what is not; flags it does not know go to train.py.
+`report` reads log.csv and config.json only. All scales follow the paper's schedule verbatim: 16,000 fine steps, 715 of warm-up,
+35 cycles of 2 x 100 coarse steps, 1.2e-3, plain SGD, 12 layers. On a GPU, the paper's own scale:
+
+    python prepare_data.py fineweb-edu --tokens 400M
+    python experiments/study.py run --scale paper --arms headline --jobs 4                     # one seed of the four main arms
+    python experiments/study.py run --scale paper --arms all --seeds 1 2 3 4 5 6 --jobs 4      # six seeds of everything
+
+Nobody has run these two yet. `alignment.py` and `depth.py` beside this file are the studies that are not arms.
 """
 
 import argparse
@@ -18,6 +25,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
+from typing import NamedTuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "experiments", "results")
@@ -25,42 +33,46 @@ sys.path.insert(0, ROOT)
 from multilevel import flops_to_reach  # noqa: E402
 from train import COLUMNS, evaluations, read_log  # noqa: E402
 
-# What a scale changes of the paper's run. The data of all but narrow may be any of GPT-2 tokens: --data.
+# What a scale changes of the paper's run. Data of GPT-2 tokens may be any: --data.
 SCALES = {
-    "paper": "--data data/fineweb-edu --eval_interval 100",
+    "paper": "--data data/fineweb-edu",
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
-    "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8 --eval_interval 100 --eval_sequences 128",
+    "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-MAIN = ["single", "multilevel", "full", "constant"]
-ADAMW = "--optimizer adamw --lr 3e-3 --min_lr 3e-4"
 MOMENTUM = "--momentum 0.9"
-ARMS = {  # name -> flags of train.py
-    # 1. headline: the claim and its two controls
-    "single": "--mode single",
-    "multilevel": "",
-    "full": "--kind full",
-    "constant": "--mode single --schedule constant",
-    # 2. which blocks, and whether they are averaged
-    "random": "--kind random",
-    "permuted": "--kind permuted",
-    "delta-0": "--delta 0",
-    "in-turn": "--in_turn",
-    "stride-3": "--kind stride --stride 3",
-    "delta-0.5": "--delta 0.5",
-    "delta-1": "--delta 1",
-    # 4. the control that is matched by the blocks' FLOPs only: 65 steps a set are 100 without the head
-    "full-blocks": "--kind full --coarse_steps 65",
-    # 5. momentum, and the optimizer of today
-    "single-momentum": f"--mode single {MOMENTUM}",
-    "multilevel-momentum": MOMENTUM,
-    "multilevel-momentum-kept": f"{MOMENTUM} --keep_coarse_state",
-    "single-adamw": f"--mode single {ADAMW}",
-    "multilevel-adamw": ADAMW,
-    "multilevel-adamw-kept": f"{ADAMW} --keep_coarse_state",
-    # 6. how many cycles, how long
-    **{f"cycles-{n}": f"--cycles {n}" for n in (5, 15, 70)},
-    **{f"coarse-{n}": f"--coarse_steps {n}" for n in (20, 300)},
+ADAMW = "--optimizer adamw --momentum 0.9 --lr 3e-3 --min_lr 3e-4"
+STUDIES = {  # study -> arm -> flags of train.py
+    "headline": {
+        "single": "--mode single",
+        "multilevel": "",
+        "full": "--kind full",
+        "constant": "--mode single --schedule constant",
+    },
+    "blocks": {
+        "random": "--kind random",
+        "permuted": "--kind permuted",
+        "delta-0": "--delta 0",
+        "in-turn": "--in_turn",
+        "stride-3": "--kind stride --stride 3",
+        "delta-0.5": "--delta 0.5",
+        "delta-1": "--delta 1",
+    },
+    # `full` once more, matched by the blocks' FLOPs only: as many FLOPs with the head as 65 coarse steps are 100 without it. At
+    # narrow, where the head is 2% of the FLOPs, `full` itself is that control.
+    "counting": {"full-blocks": "--kind full --coarse_steps 65"},
+    "momentum": {
+        "single-momentum": f"--mode single {MOMENTUM}",
+        "multilevel-momentum": MOMENTUM,
+        "multilevel-momentum-kept": f"{MOMENTUM} --keep_coarse_state",
+        "single-adamw": f"--mode single {ADAMW}",
+        "multilevel-adamw": ADAMW,
+        "multilevel-adamw-kept": f"{ADAMW} --keep_coarse_state",
+    },
+    "cycles": {**{f"cycles-{n}": f"--cycles {n}" for n in (5, 15, 70)}, **{f"coarse-{n}": f"--coarse_steps {n}" for n in (20, 300)}},
 }
+ARMS = {arm: flags for arms in STUDIES.values() for arm, flags in arms.items()}
+EARLY = 0.02  # nats below its baseline's lowest loss at which an arm may stop with --stop_early
+WINDOW = 1000  # fine steps that a training loss is averaged over: at batches of one sequence 500 still leave a noise of 0.02
 
 
 def baseline_of(arm):
@@ -70,232 +82,284 @@ def baseline_of(arm):
 
 # Running ------------------------------------------------------------------------------------------------------------------
 
-def folder_of(root, scale, arm, seed):
-    return os.path.join(root, scale, f"{arm}-seed{seed}")
+class Run(NamedTuple):
+    about: dict  # config.json
+    rows: list   # of log.csv
+
+    @property
+    def complete(self):
+        """Whether it came to its last fine step."""
+        return any(row["level"] == "fine" and row["step"] == self.about["settings"]["steps"] for row in self.rows)
+
+    @property
+    def finished(self):
+        """Whether it is complete or has reached the loss that it was told to stop at."""
+        return self.complete or min(evaluations(self.rows)[1], default=1e9) <= self.about["settings"]["target_loss"]
 
 
-def finished(folder):
-    """Whether the log of a run has come to its last fine step, or to the target that it was told to stop at."""
+def read_run(folder):
+    """The run in a folder, finished or not; None where there is none, or not yet a whole config.json."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            settings = json.load(f)["settings"]
-        rows = read_log(folder)
-    except FileNotFoundError:
-        return False
-    last = [row for row in rows if row["level"] == "fine"][-1:]
-    return bool(last) and (last[0]["step"] == settings["steps"] or min(evaluations(rows)[1]) <= settings["target_loss"])
+            return Run(json.load(f), read_log(folder))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def run(args):
-    wanted = [(arm, seed) for arm in args.arms for seed in args.seeds]
-    wanted.sort(key=lambda pair: pair[0] != baseline_of(pair[0]))  # baselines first: --stop_early wants their lowest loss
+    """Runs args.arms x args.seeds, a seed's baselines before its other arms, args.jobs at once. Exits with 1 if any of them failed."""
     import torch
-    places = Queue()  # a GPU each, or a share of the cores
-    for i in range(args.jobs):
-        places.put(i)
+    cores, gpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, torch.cuda.device_count()
+    jobs = args.jobs or gpus or max(1, cores // 2)
+    places, started = Queue(), {}
+    for place in range(jobs):
+        places.put(place)
 
-    def one(arm, seed):
-        folder = folder_of(args.out, args.scale, arm, seed)
-        if finished(folder):
+    def one(arm, seed, baseline):
+        folder, base = (os.path.join(args.out, args.scale, f"{name}-seed{seed}") for name in (arm, baseline_of(arm)))
+        if (before := read_run(folder)) and before.finished:
             return print(f"{folder}: finished before", flush=True)
         command = [sys.executable, os.path.join(ROOT, "train.py"), *SCALES[args.scale].split(), *ARMS[arm].split(),
                    "--seed", str(seed), "--out", folder, *args.more]
-        if args.stop_early and arm != baseline_of(arm):
-            base = folder_of(args.out, args.scale, baseline_of(arm), seed)
-            while not finished(base):
-                time.sleep(10)
-            command += ["--target_loss", f"{min(evaluations(read_log(base))[1]) - 0.02:.4f}"]
-        if os.path.exists(os.path.join(folder, "config.json")):
+        if args.stop_early and folder != base:
+            if baseline:
+                baseline.result()
+            if not (single := read_run(base)) or not single.complete:
+                return f"{folder}: --stop_early needs the complete run {base}"
+            command += ["--target_loss", f"{min(evaluations(single.rows)[1]) - EARLY:.4f}"]
+        if before:
             command.append("--resume")
         place, env = places.get(), dict(os.environ)
-        if torch.cuda.is_available():
-            env["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = str(place % gpus)
         else:
-            env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.jobs))
+            env["OMP_NUM_THREADS"] = str(max(1, cores // jobs))
         os.makedirs(folder, exist_ok=True)
         began = time.time()
         with open(folder + ".txt", "a") as out:
-            code = subprocess.run(command, env=env, stdout=out, stderr=out, cwd=ROOT).returncode
+            code = subprocess.run(command, env=env, stdout=out, stderr=out).returncode
         places.put(place)
-        print(f"{folder}: {'done' if code == 0 else f'exit {code}, see {folder}.txt'} after {time.time() - began:.0f} s", flush=True)
-        return code
+        if code:
+            return f"{folder}: exit {code}, see {folder}.txt"
+        print(f"{folder}: finished after {time.time() - began:.0f} s", flush=True)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        sys.exit(any(list(pool.map(one, *zip(*wanted)))))
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed in args.seeds:
+            for arm in sorted(args.arms, key=lambda arm: arm != baseline_of(arm)):
+                started[arm, seed] = pool.submit(one, arm, seed, started.get((baseline_of(arm), seed)))
+    failed = [future.result() for future in started.values() if future.result()]
+    if failed:
+        sys.exit("error: " + "\n".join(failed))
 
 
 def keep(args):
-    """Writes logs thinned for committing: all evaluations, and training losses averaged over about 100 steps of a level."""
-    for name in sorted(os.listdir(os.path.join(args.out, args.scale))):
-        source = os.path.join(args.out, args.scale, name)
-        if os.path.isdir(source) and finished(source):
-            target = os.path.join(RESULTS, args.scale, name)
+    """Copies finished runs into args.results, their logs thinned."""
+    folder = os.path.join(args.out, args.scale)
+    for name in sorted(os.listdir(folder)):
+        found = read_run(os.path.join(folder, name))
+        if found and found.finished:
+            target = os.path.join(args.results, args.scale, name)
             os.makedirs(target, exist_ok=True)
-            with open(os.path.join(source, "config.json"), encoding="utf-8") as f, \
-                    open(os.path.join(target, "config.json"), "w", encoding="utf-8") as g:
-                g.write(f.read())
+            with open(os.path.join(target, "config.json"), "w", encoding="utf-8") as f:
+                json.dump(found.about, f, indent=1)
             with open(os.path.join(target, "log.csv"), "w", newline="", encoding="utf-8") as f:
                 writer = csv.DictWriter(f, COLUMNS)
                 writer.writeheader()
-                for row in thin(read_log(source), 100):
-                    writer.writerow({k: v if isinstance(v, str) else "" if v is None else f"{v:.6g}" if "l" == k[0] or "loss" in k
-                                     else f"{v:.0f}" for k, v in row.items()})
+                for row in thin(found.rows):
+                    writer.writerow({k: f"{v:.6g}" if k in ("lr", "train_loss", "val_loss") and v is not None
+                                     else f"{v:.0f}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def thin(rows, every):
-    """Drops rows without an evaluation, their training losses averaged (weighted by steps) into the next row that stays."""
-    kept, last, waiting = [], {}, {}
-    for i, row in enumerate(rows):
-        level = row["level"]
+def thin(rows, every=100):
+    """Drops rows without an evaluation, their training losses averaged (weighted by steps) into the next row of the level that
+    stays: one with an evaluation, the last of a visit to a coarse level, or one after `every` steps."""
+    kept, waiting = [], []
+    counted = {True: 0, False: 0}  # steps of the fine level, and of all coarse ones, which are counted together
+    for row, after in zip(rows, [*rows[1:], None]):
+        fine = row["level"] == "fine"
         if row["train_loss"] is not None:
-            n = row["step"] - last.get(level, 0)
-            last[level] = row["step"]
-            waiting.setdefault(level, []).append((n, row["train_loss"]))
-        leaving = i + 1 == len(rows) or rows[i + 1]["level"] != level
-        if row["val_loss"] is not None or leaving or sum(n for n, _ in waiting[level]) >= every:
-            parts = waiting.pop(level, None)
-            kept.append({**row, "train_loss": parts and sum(n * x for n, x in parts) / sum(n for n, _ in parts)})
+            waiting.append((row["step"] - counted[fine], row["train_loss"]))
+            counted[fine] = row["step"]
+        if row["val_loss"] is not None or after is None or after["level"] != row["level"] or sum(n for n, _ in waiting) >= every:
+            kept.append({**row, "train_loss": mean(waiting)})
+            waiting = []
     return kept
 
 
 # Reporting: arithmetic on logs --------------------------------------------------------------------------------------------
 
-def smooth(rows, window=500, column="flops"):
-    """(flops, training losses) of the fine level: at each row the mean over the fine steps of the last `window`, once there are
-    so many. A row's loss is already the mean over the steps since the row before."""
-    found, recent = ([], []), []
-    before = 0
+def mean(parts):
+    """The mean of x over [(weight, x), ...], None if there are none."""
+    return sum(n * x for n, x in parts) / sum(n for n, _ in parts) if parts else None
+
+
+def smooth(rows, column="flops", window=WINDOW):
+    """(flops, training losses) at the fine level's evaluations: each the mean over the last `window` fine steps, from the first
+    evaluation that has so many behind it. A row's loss is the mean over the steps since the row before."""
+    found, recent, before = ([], []), [], 0
     for row in rows:
         if row["level"] == "fine" and row["train_loss"] is not None:
             recent.append((row["step"] - before, row["train_loss"]))
             before = row["step"]
             while sum(n for n, _ in recent[1:]) >= window:
                 recent.pop(0)
-            if before >= window:
+            if before >= window and row["val_loss"] is not None:
                 found[0].append(row[column])
-                found[1].append(sum(n * x for n, x in recent) / sum(n for n, _ in recent))
+                found[1].append(mean(recent))
     return found
 
 
 def saving(rows, base_rows, target_rows=None, curve=evaluations, column="flops"):
     """1 - FLOPs of rows / FLOPs of base_rows, each to first reach the lowest loss of target_rows (default: of base_rows).
-    None if rows never reach it, and the same if base_rows do not."""
-    _, target_losses = curve(base_rows if target_rows is None else target_rows, column=column)
-    reached = flops_to_reach(*curve(rows, column=column), min(target_losses))
-    spent = flops_to_reach(*curve(base_rows, column=column), min(target_losses))
+    None if either never does."""
+    target = min(curve(target_rows or base_rows, column)[1], default=0)
+    reached, spent = (flops_to_reach(*curve(r, column), target) for r in (rows, base_rows))
     return None if reached is None or spent is None else 1 - reached / spent
 
 
 def load(root, scale):
-    """{arm: {seed: rows}} of the runs below root/scale, finished or not."""
-    runs = {}
-    folder = os.path.join(root, scale)
+    """{arm: {seed: Run}} below root/scale, finished or not."""
+    runs, folder = {}, os.path.join(root, scale)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         arm, _, seed = name.rpartition("-seed")
-        if arm in ARMS and os.path.exists(os.path.join(folder, name, "log.csv")):
-            runs.setdefault(arm, {})[int(seed)] = read_log(os.path.join(folder, name))
+        if arm in ARMS and (found := read_run(os.path.join(folder, name))):
+            runs.setdefault(arm, {})[int(seed)] = found
     return runs
 
 
 def spread(values, percent=False):
-    """"mean ± standard deviation (n)" of the values that are there, and how many runs never reached the target."""
-    there, scale = [v for v in values if v is not None], 100 if percent else 1
-    unit = "%" if percent else ""
-    text = ""
-    if there:
-        digits = 1 if percent else 4
-        text = f"{scale * statistics.mean(there):.{digits}f}{unit}"
-        if len(there) > 1:
-            text += f" ± {scale * statistics.stdev(there):.{digits}f}"
-    if len(there) < len(values):
-        text += (", " if text else "") + f"not reached ({len(values) - len(there)} of {len(values)})"
-    return text
+    """"mean ± standard deviation" of the values that are there (None: never reached), and how many are not."""
+    there = [100 * v if percent else v for v in values if v is not None]
+    digits, missing = 1 if percent else 3, len(values) - len(there)
+    text = f"{statistics.mean(there):.{digits}f}{'%' * percent}" if there else ""
+    if len(there) > 1:
+        text += f" ± {statistics.stdev(there):.{digits}f}"
+    return ", ".join(filter(None, [text, f"not reached ({missing} of {len(values)})" if missing else ""]))
 
 
-def table(runs):
-    """The Markdown table of arms: lowest losses and savings against the single-level run of the same seed and optimizer."""
-    lines = ["| arm | seeds | lowest held-out loss | lowest training loss | saving, all FLOPs | saving, blocks only | saving, training loss |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]
-    for arm in (a for a in ARMS if a in runs):
-        base = runs.get(baseline_of(arm), {})
-        seeds = sorted(set(runs[arm]) & set(base))
-        if not seeds:
-            continue
-        cells = [arm, str(len(seeds)), spread([min(evaluations(runs[arm][s])[1]) for s in seeds]),
-                 spread([min(smooth(runs[arm][s])[1], default=None) for s in seeds])]
-        for curve, column in ((evaluations, "flops"), (evaluations, "flops_blocks"), (smooth, "flops")):
-            cells.append("baseline" if arm == baseline_of(arm) else
-                         spread([saving(runs[arm][s], base[s], curve=curve, column=column) for s in seeds], percent=True))
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def paired(runs, *arms):
+    """The seeds that all the arms have, and per seed the logs of each."""
+    seeds = sorted(set.intersection(*(set(runs.get(arm, {})) for arm in arms)))
+    return seeds, [[runs[arm][seed].rows for arm in arms] for seed in seeds]
 
 
-def what_is_left(runs):
-    """What the multilevel run saves once a control is the baseline: FLOPs of both to the single-level run's lowest loss."""
-    lines = []
-    for control in ("full", "constant", "full-blocks"):
-        seeds = sorted(set(runs.get("multilevel", {})) & set(runs.get(control, {})) & set(runs.get("single", {})))
-        column, counted = ("flops_blocks", "blocks only") if control == "full-blocks" else ("flops", "all FLOPs")
+def markdown(*rows):
+    """Rows of cells, the first one the header, as lines of a table."""
+    return [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+
+
+def arms_table(runs):
+    """Every arm against the single-level run of the same seed and optimizer."""
+    table = [["study", "arm", "seeds", "lowest held-out loss", "lowest training loss", "saving, all FLOPs", "blocks only", "training loss, all FLOPs"]]
+    for study, arm in ((study, arm) for study, arms in STUDIES.items() for arm in arms):
+        seeds, pairs = paired(runs, arm, baseline_of(arm))
         if seeds:
-            values = [saving(runs["multilevel"][s], runs[control][s], runs["single"][s], column=column) for s in seeds]
-            lines.append(f"multilevel against {control}, to the single-level run's lowest held-out loss ({counted}): "
-                         f"{spread(values, percent=True)} saved, {len(seeds)} seed(s)")
-    return lines
+            whole = [runs[arm][s].rows for s in seeds if runs[arm][s].complete]
+            table.append([study, arm, " ".join(f"{s}" if runs[arm][s].complete else f"{s}\\*" for s in seeds),
+                          *(spread([min(curve(rows)[1], default=None) for rows in whole]) for curve in (evaluations, smooth)),
+                          *("baseline" if arm == baseline_of(arm) else spread([saving(*pair, None, curve, column) for pair in pairs], True)
+                            for curve, column in ((evaluations, "flops"), (evaluations, "flops_blocks"), (smooth, "flops")))])
+    return markdown(*table)
+
+
+def controls_table(runs):
+    """What the multilevel run saves once a control is the baseline."""
+    table = [["baseline", "seeds", "saving, all FLOPs", "blocks only", "to the baseline's own lowest loss", "lowest loss, multilevel - baseline"]]
+    for control in ("single", "constant", "full", "full-blocks"):
+        seeds, logs = paired(runs, "multilevel", control, "single")
+        if seeds:
+            whole = [log[:2] for s, log in zip(seeds, logs) if runs["multilevel"][s].complete and runs[control][s].complete]
+            table.append([control, " ".join(map(str, seeds)),
+                          *(spread([saving(*log, evaluations, column) for log in logs], True) for column in ("flops", "flops_blocks")),
+                          spread([saving(*log) for log in whole], True),
+                          spread([min(evaluations(ours)[1]) - min(evaluations(theirs)[1]) for ours, theirs in whole])])
+    return markdown(*table)
+
+
+def counting_table(runs):
+    """The headline figure where a training step counts as 2, 3 or 4 forward passes: all FLOPs of all logs scaled alike."""
+    table = [["forward passes a training step", "FLOPs of multilevel", "of single", "saving, all FLOPs", "blocks only"]]
+    for factor in (2, 3, 4):
+        logs = [[[{**row, **{c: row[c] * factor / 3 for c in ("flops", "flops_blocks")}} for row in rows] for rows in pair]
+                for pair in paired(runs, "multilevel", "single")[1]]
+        spent = [[flops_to_reach(*evaluations(pair[i]), min(evaluations(pair[1])[1])) for pair in logs] for i in (0, 1)]
+        table.append([str(factor), *("not reached" if None in x or not x else f"{statistics.mean(x):.4g}" for x in spent),
+                      *(spread([saving(*pair, column=column) for pair in logs], True) for column in ("flops", "flops_blocks"))])
+    return markdown(*table)
 
 
 def figure(runs, scale, path):
+    """Held-out and smoothed training loss over FLOPs and over fine steps: a thin line a seed, a thick one the mean of complete runs."""
     import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "multilevel", "font.size": 9})
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    lowest = min(min(evaluations(rows)[1]) for rows in runs["single"].values())
-    for arm, colour in zip(MAIN, ("#000000", "#d62728", "#1f77b4", "#2ca02c")):
-        for i, rows in enumerate(runs.get(arm, {}).values()):
-            flops, losses = evaluations(rows)
-            axes[0].plot(flops, losses, color=colour, lw=1, alpha=0.8, label=None if i else arm)
-            steps = [(row["step"], row["val_loss"]) for row in rows if row["level"] == "fine" and row["val_loss"]]
-            axes[1].plot(*zip(*steps), color=colour, lw=1, alpha=0.8)
-    for ax, label in zip(axes, ("training FLOPs", "fine steps")):
-        ax.axhline(lowest, color="0.6", lw=0.7, ls=":")
+    fig, axes = plt.subplots(2, 2, figsize=(9, 6.4), sharey="row", sharex="col")
+    for line, curve in zip(axes, (evaluations, smooth)):
+        lowest = min(min(curve(r.rows)[1], default=1e9) for r in runs["single"].values())
+        for arm, colour in zip(STUDIES["headline"], ("black", "#d55e00", "#0072b2", "#009e73")):
+            for ax, column in zip(line, ("flops", "step")):
+                fine = [[row for row in r.rows if column == "flops" or row["level"] == "fine"] for r in runs.get(arm, {}).values()]
+                curves = [curve(rows, column) for rows in fine]
+                for x, y in curves:
+                    ax.plot(x, y, color=colour, lw=0.5, alpha=0.6)
+                whole = [c for c, r in zip(curves, runs.get(arm, {}).values()) if r.complete] or curves[:1]
+                if whole:
+                    ax.plot(whole[0][0], [statistics.mean(y) for y in zip(*(c[1] for c in whole))], color=colour, lw=1.4,
+                            label=f"{arm} ({len(curves)})")
+        for ax in line:
+            ax.axhline(lowest, color="0.6", lw=0.7, ls=":")
+        line[0].set_ylim(lowest - 0.25, lowest + 1.25)
+    for ax, label in zip(axes[1], ("training FLOPs", "fine steps")):
         ax.set_xlabel(label)
-        ax.set_ylim(lowest - 0.3, lowest + 1.2)
-    axes[0].set_ylabel("held-out loss (nats a token)")
-    axes[0].legend(frameon=False)
-    fig.suptitle(f"scale {scale}: a line a seed; dotted: the single-level runs' lowest loss", fontsize=9)
+    for ax, label in zip(axes[:, 0], ("held-out loss (nats a token)", f"training loss, mean of {WINDOW} steps")):
+        ax.set_ylabel(label)
+    axes[0, 1].legend(frameon=False, title="arm (seeds)")
+    fig.suptitle(f"scale {scale}: thin lines are seeds, thick ones their mean; dotted: the lowest single-level loss", fontsize=9)
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
 
 
 def report(args):
-    runs = load(args.results, args.scale)
+    runs, folder = load(args.results, args.scale), os.path.join(args.results, args.scale)
     if "single" not in runs:
-        sys.exit(f"error: no single-level run below {os.path.join(args.results, args.scale)}: "
-                 f"python experiments/study.py run --scale {args.scale} --arms single")
-    text = "\n".join([*table(runs), "", *what_is_left(runs)])
+        sys.exit(f"error: no single-level run below {folder}: python experiments/study.py run --scale {args.scale} --arms single")
+    about = next(iter(runs["single"].values())).about
+    s, d = about["settings"], about["data"]
+    text = "\n".join([
+        f"Scale `{args.scale}`: {about['parameters']:,} parameters, batches of {s['batch_size']} x {s['block_size']} tokens, {s['data']} "
+        f"({d['tokenizer']} tokens, {d['train_tokens']:,}), {s['device']}, {s['dtype']}, PyTorch {about['torch']}. Losses in nats a token, "
+        f"± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, always the same; "
+        f"training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
+        "", *arms_table(runs), "",
+        "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline:",
+        "", *controls_table(runs), "",
+        "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
+        "", *counting_table(runs)])
     print(text)
-    with open(os.path.join(args.results, f"{args.scale}.md"), "w", encoding="utf-8") as f:
+    with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as f:
         f.write(text + "\n")
     try:
-        figure(runs, args.scale, os.path.join(args.results, f"{args.scale}.svg"))
+        figure(runs, args.scale, os.path.join(folder, "loss.svg"))
     except ImportError:
         print("no figure: pip install matplotlib", file=sys.stderr)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("what", choices=("run", "keep", "report"))
     parser.add_argument("--scale", choices=SCALES, default="narrow")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=MAIN)
+    parser.add_argument("--arms", nargs="+", choices=("all", *STUDIES, *ARMS), default=["headline"], metavar="ARM", help="of "
+                        + ", ".join(ARMS) + f"; or a study: {', '.join(STUDIES)}, all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--jobs", type=int, default=0, help="runs at once [a GPU each, or two cores each]")
-    parser.add_argument("--stop_early", action="store_true", help="stop an arm 0.02 nats below its baseline's lowest loss")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at once [one a GPU, or one for two cores]")
+    parser.add_argument("--stop_early", action="store_true", help=f"stop an arm {EARLY} nats below its baseline's lowest held-out loss")
     parser.add_argument("--out", default="out/study", help="where the runs go")
-    parser.add_argument("--results", default=RESULTS, help="what report reads: kept results, or the runs themselves")
+    parser.add_argument("--results", default=RESULTS, help="where keep writes and report reads; out/study: the runs themselves")
     args, args.more = parser.parse_known_args(argv)  # the rest goes to train.py
-    if not args.jobs:
-        import torch
-        args.jobs = torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // 2)
+    if args.what != "run" and args.more:
+        parser.error(f"unknown: {' '.join(args.more)}")
+    args.arms = list(dict.fromkeys(a for name in args.arms for a in (ARMS if name == "all" else STUDIES.get(name, [name]))))
     {"run": run, "keep": keep, "report": report}[args.what](args)
 
 
