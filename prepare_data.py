@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import requests
 import tiktoken
+import urllib3  # requests'
 
 VAL_EVERY = 50      # documents 0, 50, 100, ... are validation: fixed by order, so fetching more never moves one
 PIECE = 64 * 1024   # a longer text file is cut into documents of so many characters: even one file gives both splits
@@ -123,9 +124,9 @@ def fetch_rows(url, timeout, start):
                     problem = "other rows than asked for"
                 elif 400 <= status < 500 and status not in (408, 429):
                     tries, hint = attempt, "Check --url, and HF_TOKEN if it needs one."
-                elif answer.headers.get("Retry-After", "").isdigit():
-                    wait = int(answer.headers["Retry-After"])
-            except (requests.RequestException, ValueError, LookupError, TypeError) as e:
+                elif "Retry-After" in answer.headers:  # seconds, or a date
+                    wait = urllib3.Retry().parse_retry_after(answer.headers["Retry-After"])
+            except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError, LookupError, TypeError) as e:
                 problem = type(e).__name__  # a time-out, a connection cut, JSON that is malformed or of another shape
                 if not reached:
                     tries, hint = 3, NO_NETWORK
@@ -189,7 +190,6 @@ def write(path, data, at=0):
     with open(path, "r+b" if at else "wb") as file:
         file.seek(at)
         file.write(data)
-        file.truncate()
         file.flush()
         os.fsync(file.fileno())
 

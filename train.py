@@ -34,6 +34,9 @@ from model import GPT, GPTConfig
 from multilevel import coarse_sets, flops_per_token, flops_to_reach, prolong, restrict
 from prepare_data import get_tokenizer
 
+# On Linux, PyTorch then asks for large pages for large tensors. A step on a CPU spends up to a fifth of its time on page faults.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 @dataclass
 class Settings:
@@ -95,7 +98,8 @@ PRESETS = {
                  momentum=0.9, grad_clip=1.0, cycles=10, coarse_steps=20, eval_interval=50, eval_sequences=64, save_seconds=10.0),
 }
 # What may differ between a run and its resumption; with any other setting changed it would be another run.
-FREE = {"mode", "preset", "out", "resume", "overwrite", "save_seconds", "prompt", "max_new_tokens", "temperature", "top_k"}
+FREE = {"mode", "preset", "out", "resume", "overwrite", "save_seconds", "target_loss", "prompt", "max_new_tokens", "temperature",
+        "top_k"}
 CHOICES = {"mode": ("single", "multilevel", "both", "sample"), "preset": tuple(PRESETS), "schedule": ("cosine", "constant"),
            "optimizer": ("sgd", "adamw"), "kind": ("alternate", "stride", "random", "permuted", "full"),
            "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "on", "off")}
@@ -141,6 +145,9 @@ def settle(s, config):
                 sys.exit(f"error: --compile on: torch.compile fails here ({str(e).strip().splitlines()[0]}): use --compile off")
             say("torch.compile fails here (is there a C++ compiler?): running eagerly")
             compiled = "off"
+    if WORLD > 1:  # what one rank has measured holds for all
+        dist.broadcast_object_list(agreed := [dtype, compiled])
+        dtype, compiled = agreed
     return replace(s, device=device, dtype=dtype, compile=compiled)
 
 
@@ -268,10 +275,11 @@ def write_whole(path, write):
 
 
 def read_checkpoint(folder):
+    """The checkpoint of a run as a dict, on the CPU; None where there is none."""
     path = os.path.join(folder, "ckpt.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or not {"position", "model", "optimizers", "log_bytes", "config"} <= state.keys():
+        if not isinstance(state, dict) or not {"count", "losses", "log_bytes", "config", "model", "optimizers"} <= state.keys():
             raise ValueError("it is not one of train.py's")
         return state
     except FileNotFoundError:
@@ -284,26 +292,107 @@ def read_checkpoint(folder):
 def open_run(s, given, meta):
     """The settings of the run in s.out: those of s in a new folder, those recorded there when it is resumed."""
     path = os.path.join(s.out, "config.json")
-    if s.resume and os.path.exists(path):
-        try:
-            with open(path, encoding="utf-8") as f:
-                old = json.load(f)
-            recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in FREE})
-        except (ValueError, KeyError, TypeError) as e:
-            sys.exit(f"error: {path} is damaged ({e}): start again with --overwrite")
-        wanted = set(PRESETS[s.preset]) | given if "preset" in given else given
-        differ = [f"--{k} {getattr(recorded, k)} (now {getattr(s, k)})" for k in sorted(wanted - FREE)
-                  if getattr(s, k) not in (getattr(recorded, k), "auto")]
-        if old["settings"]["mode"] != s.mode:
-            differ.append(f"--mode {old['settings']['mode']} (now {s.mode})")
-        differ += [f"data with {k} {old['data'].get(k)} (now {meta[k]})" for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")
-                   if old["data"].get(k) != meta[k]]
-        if differ:
-            sys.exit(f"error: the run in {s.out} was made with {', '.join(differ)}: resume it with the same, or choose another --out")
-        return recorded
-    if os.path.isdir(s.out) and os.listdir(s.out) and not s.overwrite and not s.resume:
-        sys.exit(f"error: {s.out} exists: go on with it by --resume, replace it by --overwrite, or choose another --out")
-    return s
+    if not (s.resume and os.path.exists(path)):
+        if os.path.isdir(s.out) and os.listdir(s.out) and not s.overwrite and not s.resume:
+            sys.exit(f"error: {s.out} exists: go on with it by --resume, replace it by --overwrite, or choose another --out")
+        return s
+    try:
+        with open(path, encoding="utf-8") as f:
+            old = json.load(f)
+        recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in FREE})
+        mode, data = old["settings"]["mode"], old["data"]
+    except (ValueError, KeyError, TypeError) as e:
+        sys.exit(f"error: {path} is damaged ({e}): start again with --overwrite")
+    wanted = set(PRESETS[s.preset]) | given if "preset" in given else given
+    differ = [f"--mode {mode} (now {s.mode})"] * (mode != s.mode)
+    differ += [f"--{k} {getattr(recorded, k)} (now {getattr(s, k)})" for k in sorted(wanted - FREE)
+               if getattr(s, k) not in (getattr(recorded, k), "auto")]
+    differ += [f"data with {k} {v} (now {meta.get(k)})" for k, v in data.items() if meta.get(k) != v]
+    if differ:
+        sys.exit(f"error: the run in {s.out} was made with {', '.join(differ)}: resume it with the same, or choose another --out")
+    return recorded
+
+
+class Recorder:
+    """What a run leaves behind, log.csv and ckpt.pt, and its progress line. Rank 0 writes; all ranks take part in the averages.
+
+    It goes on where `state`, a checkpoint, was written: rows that the log got after that are cut off, since they come again.
+    """
+
+    def __init__(self, s, state, updates, whole):
+        self.s, self.updates, self.whole = s, updates, whole  # of how many updates and FLOPs the run consists
+        self.count = state["count"] if state else dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0,
+                                                               val_loss=math.inf)
+        self.losses = state["losses"] if state else []  # of the steps since the last row: floats, or tensors still on the device
+        self.path, self.log_path = os.path.join(s.out, "ckpt.pt"), os.path.join(s.out, "log.csv")
+        if RANK == 0:
+            try:
+                self.log = open(self.log_path, "a" if state else "w", newline="", encoding="utf-8")
+                if state and self.log.tell() < state["log_bytes"]:
+                    sys.exit(f"error: {self.log_path} is shorter than when {self.path} was written: put it back, or --overwrite")
+                self.log.truncate(state["log_bytes"] if state else 0)
+            except OSError as e:
+                sys.exit(f"error: cannot write {self.log_path} ({e.strerror})")
+            if not state:
+                csv.writer(self.log).writerow(COLUMNS)
+        self.saved_at = self.printed_at = now = time.perf_counter()
+        self.begin, self.printed_tokens = now - self.count["seconds"], self.count["tokens"]
+
+    def collect(self, level, step):
+        """Fetches the losses of the last steps, averaged over the ranks. Stops the run at one that is not finite."""
+        on_device = [x for x in self.losses if torch.is_tensor(x)]
+        if on_device:
+            values = torch.stack(on_device)
+            if WORLD > 1:
+                dist.all_reduce(values)
+            self.losses[-len(values):] = (values / WORLD).tolist()
+        for back, value in enumerate(reversed(self.losses)):
+            if not math.isfinite(value):
+                self.broken(f"the loss is {value} at {level} step {step - back}")
+
+    def broken(self, what):
+        last = read_checkpoint(self.s.out)
+        kept = (f"the last good checkpoint is {self.path}, after {last['count']['position']:,} of {self.updates:,} updates" if last
+                else "no checkpoint was written yet")
+        sys.exit(f"error: {what}; {kept}. Try a smaller --lr, or --grad_clip 1")
+
+    def row(self, level, step, lr=None, val_loss=None):
+        """Adds a row to log.csv, its training loss the mean since the level's row before. Prints it now and then."""
+        self.collect(level, step)
+        train_loss = sum(self.losses) / len(self.losses) if self.losses else None
+        self.losses.clear()
+        now, count = time.perf_counter(), self.count
+        count["seconds"] = now - self.begin
+        if val_loss is not None:
+            count["val_loss"] = val_loss
+        if RANK == 0:
+            try:
+                csv.writer(self.log).writerow([level, step, count["tokens"], f"{count['flops']:.0f}", f"{count['flops_blocks']:.0f}",
+                                               lr, train_loss, val_loss, f"{count['seconds']:.3f}"])
+                self.log.flush()
+            except OSError as e:
+                sys.exit(f"error: cannot write {self.log_path} ({e.strerror}); {self.path} is kept: make room and go on with --resume")
+        if val_loss is None and now - self.printed_at < 5:
+            return
+        speed, share = (count["tokens"] - self.printed_tokens) / (now - self.printed_at), count["flops"] / self.whole
+        left = count["seconds"] * (1 / share - 1) if share else 0
+        cells = [f"{text} {value:{form}}" if value is not None else " " * width for text, value, form, width in
+                 (("train", train_loss, ".4f", 12), ("val", val_loss, ".4f", 10), ("lr", lr, ".2e", 11))]
+        say(f"{level:>8} step {step:5}", *cells, f"{speed:7,.0f} tok/s", f"{count['flops']:.3g} FLOPs", f"{share:4.0%}",
+            f"{int(left) // 60}:{int(left) % 60:02} left", sep=" | ")
+        self.printed_at, self.printed_tokens = now, count["tokens"]
+
+    def save(self, level, step, model, optimizers):
+        """Replaces the checkpoint, unless the weights are no good."""
+        self.saved_at = time.perf_counter()
+        self.collect(level, step)
+        if not all(p.isfinite().all() for p in model.parameters()):
+            self.broken(f"the weights are not finite after {level} step {step}")
+        if RANK == 0:
+            os.fsync(self.log.fileno())
+            state = dict(count=self.count, losses=self.losses, log_bytes=self.log.tell(), config=asdict(model.config),
+                         model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
+            write_whole(self.path, lambda f: torch.save(state, f))
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------------
@@ -311,9 +400,9 @@ def open_run(s, given, meta):
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 
-def say(*words):
+def say(*words, sep=" "):
     if RANK == 0:
-        print(*words, flush=True)
+        print(*words, sep=sep, flush=True)
 
 
 class AverageGradients:
@@ -408,15 +497,16 @@ def train(s, given):
         sets = sets_of(s)
         if not 0 <= s.delta <= 1:
             raise ValueError(f"delta = {s.delta} is not between 0 and 1")
+        if s.batch_size % WORLD:
+            raise ValueError(f"--batch_size {s.batch_size} is not divisible by {WORLD} ranks")
     except ValueError as e:
         sys.exit(f"error: {e}")
-    if s.batch_size % WORLD:
-        sys.exit(f"error: --batch_size {s.batch_size} is not divisible by {WORLD} ranks")
     tokens = Tokens(s.data, "train", s.block_size, meta["vocab_size"])
     held_out = Tokens(s.data, "val", s.block_size, meta["vocab_size"]).batch(0, HELD_OUT, 0, s.eval_sequences)
     s = settle(s, config)
     held_out = held_out.to(s.device)
 
+    # The levels: the fine model, then its coarse models, which are views of it. Each has its own optimizer.
     torch.manual_seed(s.seed)  # the weights are drawn on the CPU, so that they are the same on any device
     model = GPT(config).to(s.device)
     nets = [model] + [restrict(model, keep) for keep in sets]
@@ -425,149 +515,76 @@ def train(s, given):
     if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
-    parameters = sum(p.numel() for p in model.parameters())
     updates = list(plan(s, config))
     batch_tokens = s.batch_size * s.block_size
-    cost = [s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks)) for net in nets]
-    cost_blocks = [s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks), head=False) for net in nets]
+    cost, cost_blocks = ([s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks), head) for net in nets]
+                         for head in (True, False))
     whole = sum(cost[u.level] for u in updates)
 
-    checkpoint, log_path = os.path.join(s.out, "ckpt.pt"), os.path.join(s.out, "log.csv")
-    count = dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0, finished=False)
-    losses = []  # of the steps since the last row: floats after resuming, else tensors still on the device
+    # The run folder: new, or as its last checkpoint left it.
     state = read_checkpoint(s.out) if s.resume else None
     if state:
         if state["config"] != asdict(config):
-            sys.exit(f"error: {checkpoint} holds a model of {state['config']}, not {asdict(config)}: resume it in its own folder")
+            sys.exit(f"error: {s.out}/ckpt.pt holds a model of {state['config']}, not {asdict(config)}: resume it in its own folder")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        count, losses = state["count"], state["losses"]
-    if RANK == 0:
+    parameters = sum(p.numel() for p in model.parameters())
+    if RANK == 0 and not state:
         os.makedirs(s.out, exist_ok=True)
-        if not state:
-            for name in ("ckpt.pt", "log.csv"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(s.out, name))
-            about = dict(settings=asdict(s), data={k: meta.get(k) for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")},
-                         parameters=parameters, torch=torch.__version__)
-            write_whole(os.path.join(s.out, "config.json"), lambda f: f.write(json.dumps(about, indent=1).encode()))
-    say(f"{s.out}: {s.mode}, {parameters:,} parameters, {len(tokens.shards)} shards of "
-        f"{meta['tokenizer']} tokens, {s.device}, {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s), "
-        f"{torch.get_num_threads()} threads\n{len(updates):,} updates, {whole:.3g} FLOPs"
-        + (f", resumed after {count['position']:,} updates" if state else ""))
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(s.out, "ckpt.pt"))
+        about = dict(settings=asdict(s), data={k: meta.get(k) for k in ("tokenizer", "vocab_size", "train_tokens", "val_tokens")},
+                     parameters=parameters, torch=torch.__version__)
+        write_whole(os.path.join(s.out, "config.json"), lambda f: f.write(json.dumps(about, indent=1).encode()))
+    record = Recorder(s, state, len(updates), whole)
+    count = record.count
+    say(f"{s.out}: {s.mode}, {parameters:,} parameters, {len(tokens.shards)} shard(s) of {meta['tokenizer']} tokens, {s.device}, "
+        f"{s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n"
+        f"{len(updates):,} updates, {whole:.3g} FLOPs" + (f", resumed after {count['position']:,} updates" if state else ""))
 
-    log = None
-    if RANK == 0:
-        try:
-            log = open(log_path, "a", newline="", encoding="utf-8")
-            if log.tell() < (state["log_bytes"] if state else 0):
-                sys.exit(f"error: {log_path} is shorter than when {checkpoint} was written: put it back, or start with --overwrite")
-            log.truncate(state["log_bytes"] if state else 0)
-        except OSError as e:
-            sys.exit(f"error: cannot write {log_path} ({e.strerror})")
-        if not state:
-            csv.writer(log).writerow(COLUMNS)
     stopped_by = []  # a first SIGINT or SIGTERM lets the step end and saves; a second one kills
-    before = {n: signal.signal(n, lambda n, _: (stopped_by.append(n), signal.signal(n, signal.SIG_DFL)))
-              for n in (signal.SIGINT, signal.SIGTERM)}
-    begin = saved_at = printed_at = time.perf_counter()
-    seconds_before, printed_tokens = count["seconds"], count["tokens"]
-
-    def collect():
-        """The losses of the pending steps, averaged over the ranks; stops the run if one of them is not finite."""
-        device_losses = [x for x in losses if torch.is_tensor(x)]
-        if device_losses:
-            values = torch.stack(device_losses)
-            if WORLD > 1:
-                dist.all_reduce(values)
-                values /= WORLD
-            losses[-len(device_losses):] = values.tolist()
-        for back, value in enumerate(reversed(losses)):
-            if not math.isfinite(value):
-                broken(f"the loss is {value} at {level_name} step {u.step + 1 - back}")
-
-    def broken(what):
-        kept = "no checkpoint was written yet"
-        if os.path.exists(checkpoint) and (last := read_checkpoint(s.out)):
-            kept = f"the last good checkpoint is {checkpoint}, after {last['position']:,} of {len(updates):,} updates"
-        sys.exit(f"error: {what}; {kept}. Try a smaller --lr, or --grad_clip 1")
-
-    def write_row(level, step, lr, train_loss, val_loss):
-        nonlocal printed_at, printed_tokens
-        now = time.perf_counter()
-        count["seconds"] = seconds_before + now - begin
-        if RANK == 0:
-            number = [f"{count['tokens']}", f"{count['flops']:.0f}", f"{count['flops_blocks']:.0f}", lr, train_loss, val_loss]
-            try:
-                csv.writer(log).writerow([level, step, *number, f"{count['seconds']:.3f}"])
-                log.flush()
-            except OSError as e:
-                sys.exit(f"error: cannot write {log_path} ({e.strerror}); {checkpoint} is kept: make room and go on with --resume")
-        if val_loss or now - printed_at > 5:
-            speed = (count["tokens"] - printed_tokens) / (now - printed_at)
-            share = count["flops"] / whole
-            left = count["seconds"] * (1 / share - 1) if share else 0
-            say(f"{level:>8} step {step:5}" + (f" | train {train_loss:.4f}" if train_loss else " " * 15)
-                + (f" | val {val_loss:.4f}" if val_loss else " " * 13) + (f" | lr {lr:.2e}" if lr else " " * 14)
-                + f" | {speed:7,.0f} tok/s | {count['flops']:.3g} FLOPs | {share:4.0%} | "
-                f"{int(left) // 60}:{int(left) % 60:02} left")
-            printed_at, printed_tokens = now, count["tokens"]
-
-    def save():
-        nonlocal saved_at
-        saved_at = time.perf_counter()
-        collect()
-        if not all(p.isfinite().all() for p in model.parameters()):
-            broken(f"the weights are not finite after {level_name} step {u.step + 1}")
-        if RANK == 0:
-            os.fsync(log.fileno())
-            write_whole(checkpoint, lambda f: torch.save(dict(
-                position=count["position"], count=count, losses=losses, log_bytes=log.tell(), config=asdict(config),
-                model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers]), f))
-
-    if not count["position"]:
-        write_row("fine", 0, None, None, evaluate(s, model, held_out))
-    todo = [] if count["finished"] else updates[count["position"]:]
+    handlers = {n: signal.signal(n, lambda n, _: (stopped_by.append(n), signal.signal(n, signal.SIG_DFL)))
+                for n in (signal.SIGINT, signal.SIGTERM)}
+    if not state:
+        record.row("fine", 0, val_loss=evaluate(s, model, held_out))
+    todo = [] if count["val_loss"] <= s.target_loss else updates[count["position"]:]
     for u, (x, y) in zip(todo, make_batches(s, tokens, todo)):
-        level_name = f"coarse{u.level}" if u.level else "fine"
+        level, step = f"coarse{u.level}" if u.level else "fine", u.step + 1
         lr = s.coarse_lr if u.level else fine_lr(s, u.step)
         for group in optimizers[u.level].param_groups:
             group["lr"] = lr
-        losses.append(take_step(s, nets[u.level], optimizers[u.level], average, x, y))
-        count["position"] += 1
-        count["tokens"] += batch_tokens
-        count["flops"] += cost[u.level]
-        count["flops_blocks"] += cost_blocks[u.level]
+        record.losses.append(take_step(s, nets[u.level], optimizers[u.level], average, x, y))
+        for key, more in dict(position=1, tokens=batch_tokens, flops=cost[u.level], flops_blocks=cost_blocks[u.level]).items():
+            count[key] += more
 
         val_loss = None
-        if not u.level and ((u.step + 1) % s.eval_interval == 0 or u.step + 1 == s.steps):
+        if not u.level and (step % s.eval_interval == 0 or step == s.steps):
             val_loss = evaluate(s, model, held_out)
-        if u.last or val_loss or (u.step + 1) % s.log_interval == 0:
-            collect()
-            write_row(level_name, u.step + 1, lr, sum(losses) / len(losses), val_loss)
-            losses.clear()
+        if u.last or val_loss is not None or step % s.log_interval == 0:
+            record.row(level, step, lr, val_loss)
         if u.level and u.last:
             prolong(model, sets[u.level - 1], s.delta)
             if not s.keep_coarse_state:
                 optimizers[u.level] = make_optimizer(s, nets[u.level])
             val_loss = evaluate(s, model, held_out)
-            write_row(f"prolong{u.level}", u.step + 1, None, None, val_loss)
-        count["finished"] = count["position"] == len(updates) or val_loss is not None and val_loss <= s.target_loss
-        wants = [stopped_by[0] if stopped_by else 0, count["finished"] or time.perf_counter() - saved_at > s.save_seconds]
-        if WORLD > 1:  # clocks and signals differ between ranks: agree, at the steps that write a row, on what all of them do
-            agreed = torch.tensor(wants if not losses else [0, 0], dtype=torch.int64, device=s.device)
-            if not losses:
+            record.row(f"prolong{u.level}", step, val_loss=val_loss)
+
+        finished = u is updates[-1] or count["val_loss"] <= s.target_loss
+        stop, save = max(stopped_by, default=0), finished or time.perf_counter() - record.saved_at > s.save_seconds
+        if WORLD > 1:  # clocks and signals differ between ranks: at the steps that write a row they agree on what all of them do
+            agreed = torch.tensor([0, 0] if record.losses else [stop, save], device=s.device)
+            if not record.losses:
                 dist.all_reduce(agreed, dist.ReduceOp.MAX)
-            wants = agreed.tolist()
-        if any(wants):
-            save()
-        if wants[0] and not count["finished"]:
+            stop, save = agreed.tolist()
+        if stop or save:
+            record.save(level, step, model, optimizers)
+        if stop and not finished:
             say(f"stopped after {count['position']:,} of {len(updates):,} updates: the same command with --resume goes on")
-            sys.exit(128 + wants[0])
-        if count["finished"]:
+            sys.exit(128 + stop)
+        if finished:
             break
-    for n, handler in before.items():
+    for n, handler in handlers.items():
         signal.signal(n, handler)
     say(f"{s.out}: finished, {count['seconds']:.0f} seconds of training")
     return model, s
@@ -630,9 +647,11 @@ def main(argv=None):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
     out = s.out or f"out/{s.preset}"
-    runs = [replace(s, mode=mode, out=f"{out}/{mode}" if s.mode == "both" or not s.out else s.out)
-            for mode in (("single", "multilevel") if s.mode == "both" else (s.mode,))]
-    done = [train(run, given) for run in runs]
+    done = []
+    for mode in ("single", "multilevel") if s.mode == "both" else (s.mode,):
+        model, run = train(replace(s, mode=mode, out=f"{out}/{mode}" if s.mode == "both" or not s.out else s.out), given)
+        done.append((model, run))
+        s = replace(s, device=run.device, dtype=run.dtype, compile=run.compile)  # what the first has settled holds for the second
     if RANK == 0 and s.mode == "both":
         for model, run in done:
             say(f"\n--- a sample of the {run.mode} run\n{sample(model, run, get_tokenizer(read_meta(run.data)['tokenizer']))}")
