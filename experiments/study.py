@@ -19,6 +19,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -156,18 +157,14 @@ def keep(args):
     """Copies finished runs into args.results, their logs thinned."""
     folder = os.path.join(args.out, args.scale)
     for name in sorted(os.listdir(folder)):
-        found = read_run(os.path.join(folder, name))
+        found, target = read_run(os.path.join(folder, name)), os.path.join(args.results, args.scale, name)
         if found and found.finished:
-            target = os.path.join(args.results, args.scale, name)
             os.makedirs(target, exist_ok=True)
-            with open(os.path.join(target, "config.json"), "w", encoding="utf-8") as f:
-                json.dump(found.about, f, indent=1)
+            shutil.copy(os.path.join(folder, name, "config.json"), target)
             with open(os.path.join(target, "log.csv"), "w", newline="", encoding="utf-8") as f:
                 writer = csv.DictWriter(f, COLUMNS)
                 writer.writeheader()
-                for row in thin(found.rows):
-                    writer.writerow({k: f"{v:.6g}" if k in ("lr", "train_loss", "val_loss") and v is not None
-                                     else f"{v:.0f}" if isinstance(v, float) else v for k, v in row.items()})
+                writer.writerows({k: f"{v:.7g}" if isinstance(v, float) else v for k, v in row.items()} for row in thin(found.rows))
 
 
 def thin(rows, every=100):
@@ -250,7 +247,7 @@ def markdown(*rows):
 
 def arms_table(runs):
     """Every arm against the single-level run of the same seed and optimizer."""
-    table = [["study", "arm", "seeds", "lowest held-out loss", "lowest training loss", "saving, all FLOPs", "blocks only", "training loss, all FLOPs"]]
+    table = [["study", "arm", "seeds", "lowest held-out loss", "training loss", "saving, all FLOPs", "blocks only", "training loss, all FLOPs"]]
     for study, arm in ((study, arm) for study, arms in STUDIES.items() for arm in arms):
         seeds, pairs = paired(runs, arm, baseline_of(arm))
         if seeds:
@@ -264,7 +261,7 @@ def arms_table(runs):
 
 def controls_table(runs):
     """What the multilevel run saves once a control is the baseline."""
-    table = [["baseline", "seeds", "saving, all FLOPs", "blocks only", "to the baseline's own lowest loss", "lowest loss, multilevel - baseline"]]
+    table = [["baseline", "seeds", "saving, all FLOPs", "blocks only", "to the baseline's own lowest loss", "lowest loss, difference"]]
     for control in ("single", "constant", "full", "full-blocks"):
         seeds, logs = paired(runs, "multilevel", control, "single")
         if seeds:
@@ -324,15 +321,18 @@ def report(args):
     runs, folder = load(args.results, args.scale), os.path.join(args.results, args.scale)
     if "single" not in runs:
         sys.exit(f"error: no single-level run below {folder}: python experiments/study.py run --scale {args.scale} --arms single")
-    about = next(iter(runs["single"].values())).about
-    s, d = about["settings"], about["data"]
+    abouts = [found.about for seeds in runs.values() for found in seeds.values()]
+    about, s, d = abouts[0], abouts[0]["settings"], abouts[0]["data"]
+    if differ := [k for k in ("data", "batch_size", "block_size", "eval_sequences", "device", "dtype") if {a["settings"][k] for a in abouts} != {s[k]}]:
+        sys.exit(f"error: the runs below {folder} differ in {', '.join(differ)}: they cannot be compared")
     text = "\n".join([
         f"Scale `{args.scale}`: {about['parameters']:,} parameters, batches of {s['batch_size']} x {s['block_size']} tokens, {s['data']} "
         f"({d['tokenizer']} tokens, {d['train_tokens']:,}), {s['device']}, {s['dtype']}, PyTorch {about['torch']}. Losses in nats a token, "
         f"± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, always the same; "
         f"training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
         "", *arms_table(runs), "",
-        "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline:",
+        "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline. A negative "
+        "difference is a lower loss of the multilevel run:",
         "", *controls_table(runs), "",
         "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
         "", *counting_table(runs)])

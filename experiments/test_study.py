@@ -115,7 +115,7 @@ def test_controls_as_the_baseline():
     runs = {"single": {1: run(SINGLE)}, "multilevel": {1: run(MULTI)}, "constant": {1: run(constant), 2: run(constant)}}
     found = cells(study.controls_table(runs), "constant")
     assert found["saving, all FLOPs"] == f"{100 * (1 - 16 / 20):.1f}%" and found["blocks only"] == f"{100 * (1 - 16 * 0.4 / 10):.1f}%"
-    assert found["to the baseline's own lowest loss"] == "50.0%" and found["lowest loss, multilevel - baseline"] == "-0.500"
+    assert found["to the baseline's own lowest loss"] == "50.0%" and found["lowest loss, difference"] == "-0.500"
     # A step of 2, 3 or 4 forward passes: other FLOPs, the same saving.
     table = [cells(study.counting_table(runs), factor) for factor in "234"]
     assert [t["of single"] for t in table] == ["20", "30", "40"] and [t["FLOPs of multilevel"] for t in table] == ["10.67", "16", "21.33"]
@@ -173,6 +173,10 @@ def test_keep_thins_and_preserves_every_number(tmp_path, capsys):
         drawn = (tmp_path / "kept" / "narrow" / "loss.svg").read_bytes()
         study.main(["report", "--results", str(tmp_path / "kept")])
         assert drawn == (tmp_path / "kept" / "narrow" / "loss.svg").read_bytes()
+    path = tmp_path / "kept" / "narrow" / "single-seed1" / "config.json"
+    path.write_text(path.read_text().replace("data/x", "data/y"))
+    with pytest.raises(SystemExit, match="differ in data: they cannot be compared"):
+        study.main(["report", "--results", str(tmp_path / "kept")])
     with pytest.raises(SystemExit, match="no single-level run"):
         study.main(["report", "--scale", "paper", "--results", str(tmp_path / "kept")])
 
