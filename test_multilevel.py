@@ -268,6 +268,13 @@ def test_flops_to_reach():
     assert flops_to_reach([0, 10, 20, 30], [4, 2, 5, 1], 2) == 10 and flops_to_reach([], [], 1) is None
 
 
+def test_the_example_in_the_readme_runs_and_learns(capsys):
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as f:
+        exec(re.search(r"```python\n(.*?)```", f.read(), re.S)[1], {})
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+
+
 # train.py -----------------------------------------------------------------------------------------------------------------
 
 TRAIN = [sys.executable, os.path.join(HERE, "train.py")]
