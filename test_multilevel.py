@@ -543,6 +543,16 @@ def test_a_run_folder_is_never_lost(data, tmp_path, capfd, monkeypatch):
     assert log_of(tmp_path / "run") == before
 
 
+def test_out_of_memory_names_the_flag_and_smaller_pieces_go_on(data, tmp_path, capfd, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with monkeypatch.context() as m:
+        m.setattr(train, "take_step", full)
+        assert "--resume --micro_batch 2" in one_line(capfd, 1, "--data", data, "--out", tmp_path / "run")
+    run(data, tmp_path / "run", "--resume", "--micro_batch", "2")
+    assert train.read_log(tmp_path / "run")[-1]["step"] == 24
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(data, tmp_path, capfd):
     line = one_line(capfd, 1, "--data", data, "--out", tmp_path / "run", "--lr", "1e20")
     assert re.search(r"fine step \d|coarse\d step \d", line) and "the last good checkpoint is" in line

@@ -145,9 +145,6 @@ def settle(s, config):
                 sys.exit(f"error: --compile on: torch.compile fails here ({str(e).strip().splitlines()[0]}): use --compile off")
             say("torch.compile fails here (is there a C++ compiler?): running eagerly")
             compiled = "off"
-    if WORLD > 1:  # what one rank has measured holds for all
-        dist.broadcast_object_list(agreed := [dtype, compiled])
-        dtype, compiled = agreed
     return replace(s, device=device, dtype=dtype, compile=compiled)
 
 
@@ -299,7 +296,8 @@ def open_run(s, given, meta):
     try:
         with open(path, encoding="utf-8") as f:
             old = json.load(f)
-        recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in FREE})
+        free = FREE | {"micro_batch"} & given  # which changes rounding only, and may have to when memory runs out
+        recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in free})
         mode, data = old["settings"]["mode"], old["data"]
     except (ValueError, KeyError, TypeError) as e:
         sys.exit(f"error: {path} is damaged ({e}): start again with --overwrite")
@@ -405,6 +403,13 @@ def say(*words, sep=" "):
         print(*words, sep=sep, flush=True)
 
 
+def over_ranks(operation, numbers, device):
+    """The whole numbers of this rank, reduced over all ranks."""
+    x = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(x, operation)
+    return x.tolist()
+
+
 class AverageGradients:
     """Data parallelism: averages each gradient over the ranks as soon as backward has completed it, while it goes on with the rest.
 
@@ -504,6 +509,14 @@ def train(s, given):
     tokens = Tokens(s.data, "train", s.block_size, meta["vocab_size"])
     held_out = Tokens(s.data, "val", s.block_size, meta["vocab_size"]).batch(0, HELD_OUT, 0, s.eval_sequences)
     s = settle(s, config)
+    state = read_checkpoint(s.out) if s.resume else None
+    if WORLD > 1:  # what one rank does not do well none does; and all have looked at the run folder before rank 0 writes to it
+        position = state["count"]["position"] if state else 0
+        fast, compiled, first, last = over_ranks(
+            dist.ReduceOp.MIN, [s.dtype == "bfloat16", s.compile == "on", position, -position], s.device)
+        s = replace(s, dtype="bfloat16" if fast else "float32", compile="on" if compiled else "off")
+        if first + last:
+            sys.exit(f"error: the ranks see different checkpoints in {s.out}: all hosts must see the same folder")
     held_out = held_out.to(s.device)
 
     # The levels: the fine model, then its coarse models, which are views of it. Each has its own optimizer.
@@ -522,7 +535,6 @@ def train(s, given):
     whole = sum(cost[u.level] for u in updates)
 
     # The run folder: new, or as its last checkpoint left it.
-    state = read_checkpoint(s.out) if s.resume else None
     if state:
         if state["config"] != asdict(config):
             sys.exit(f"error: {s.out}/ckpt.pt holds a model of {state['config']}, not {asdict(config)}: resume it in its own folder")
@@ -572,11 +584,8 @@ def train(s, given):
 
         finished = u is updates[-1] or count["val_loss"] <= s.target_loss
         stop, save = max(stopped_by, default=0), finished or time.perf_counter() - record.saved_at > s.save_seconds
-        if WORLD > 1:  # clocks and signals differ between ranks: at the steps that write a row they agree on what all of them do
-            agreed = torch.tensor([0, 0] if record.losses else [stop, save], device=s.device)
-            if not record.losses:
-                dist.all_reduce(agreed, dist.ReduceOp.MAX)
-            stop, save = agreed.tolist()
+        if WORLD > 1:  # clocks and signals differ between ranks: at the steps that write a row they agree, at others no one acts
+            stop, save = [0, 0] if record.losses else over_ranks(dist.ReduceOp.MAX, [stop, save], s.device)
         if stop or save:
             record.save(level, step, model, optimizers)
         if stop and not finished:
@@ -638,27 +647,44 @@ def sample_from_folder(s):
     print(sample(model.to(s.device), s, get_tokenizer(about["data"]["tokenizer"])))
 
 
+def run(s, given):
+    """The run or the two runs of s.mode, and what there is to say after both."""
+    if WORLD > 1:
+        if s.device in ("auto", "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    out, done = s.out or f"out/{s.preset}", []
+    for mode in ("single", "multilevel") if s.mode == "both" else (s.mode,):
+        done.append(train(replace(s, mode=mode, out=s.out if s.out and s.mode != "both" else f"{out}/{mode}"), given))
+        s = replace(s, **{k: getattr(done[0][1], k) for k in ("device", "dtype", "compile")})  # the second settles as the first
+    if RANK == 0 and s.mode == "both":
+        for model, settings in done:
+            tokenizer = get_tokenizer(read_meta(settings.data)["tokenizer"])
+            say(f"\n--- a sample of the {settings.mode} run\n{sample(model, settings, tokenizer)}")
+        say("\n" + "\n".join(headline(*(read_log(settings.out) for _, settings in done))))
+    if WORLD > 1:
+        dist.barrier()  # a rank that leaves while another still talks to it can abort at exit
+        dist.destroy_process_group()
+
+
 def main(argv=None):
     s, given = parse_settings(argv)
     if s.mode == "sample":
         return sample_from_folder(s)
-    if WORLD > 1:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-    out = s.out or f"out/{s.preset}"
-    done = []
-    for mode in ("single", "multilevel") if s.mode == "both" else (s.mode,):
-        model, run = train(replace(s, mode=mode, out=f"{out}/{mode}" if s.mode == "both" or not s.out else s.out), given)
-        done.append((model, run))
-        s = replace(s, device=run.device, dtype=run.dtype, compile=run.compile)  # what the first has settled holds for the second
-    if RANK == 0 and s.mode == "both":
-        for model, run in done:
-            say(f"\n--- a sample of the {run.mode} run\n{sample(model, run, get_tokenizer(read_meta(run.data)['tokenizer']))}")
-        say("\n" + "\n".join(headline(*(read_log(run.out) for _, run in done))))
-    if WORLD > 1:
-        dist.barrier()  # a rank that leaves while another still talks to it can abort at exit
-        dist.destroy_process_group()
+    try:
+        run(s, given)
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):  # the last is a CPU's
+            size = max(1, (s.micro_batch or s.batch_size // WORLD) // 2)
+            what = f"out of memory: --resume --micro_batch {size} goes on with the same batches in smaller pieces"
+        elif WORLD > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e).lower()):
+            what = f"rank {RANK} of {WORLD} stops, since another has died or does not answer: go on from the checkpoint with --resume"
+        else:
+            raise
+        if WORLD == 1:
+            sys.exit(f"error: {what}")
+        print(f"error: {what}", file=sys.stderr, flush=True)
+        os._exit(1)  # at once: the threads that talk to the other ranks can abort an orderly exit
 
 
 if __name__ == "__main__":
