@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -175,9 +176,9 @@ def critical_path(ls, depth, ranks, iterations):
 
 def count(ls):
     ranks, iterations = (1, 2, 4, 8, 16, 32), (ls.iterations, ls.adjoint_iterations)
-    print(f"Critical path of a training step in layer evaluations, and the speed-up over serial: c = {ls.coarsen}, "
+    say(f"Critical path of a training step in layer evaluations, and the speed-up over serial: c = {ls.coarsen}, "
           f"{ls.relax}-relaxation, {iterations[0]} + {iterations[1]} iterations, {ls.opening} + {ls.closing} buffer layers\n")
-    print("| layers | serial |" + "".join(f" {r} rank{'s' * (r > 1)} |" for r in ranks) + "\n|" + " ---: |" * (len(ranks) + 2))
+    say("| layers | serial |" + "".join(f" {r} rank{'s' * (r > 1)} |" for r in ranks) + "\n|" + " ---: |" * (len(ranks) + 2))
     for depth in (12, 24, 48, 64, 96, 128):
         serial, cells = 3 * depth, []
         for r in ranks:
@@ -186,7 +187,7 @@ def count(ls):
                 cells.append(f"{path} ({serial / path:.2f})")
             except ValueError:  # this depth is not divisible, or it has fewer intervals than that
                 cells.append("-")
-        print(f"| {depth} | {serial} | " + " | ".join(cells) + " |", flush=True)
+        say(f"| {depth} | {serial} | " + " | ".join(cells) + " |")
 
 
 def bench(s, ls, steps=7):
@@ -236,26 +237,37 @@ def main(argv=None):
     command, s, ls = parse(argv)
     if ls.threads:
         torch.set_num_threads(ls.threads)
-    if WORLD > 1:
-        if s.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if s.device == "cuda" else "gloo", timeout=timedelta(seconds=ls.timeout))
+    work = {"train": lambda: train(s, ls), "count": lambda: count(ls), "bench": lambda: bench(s, ls)}[command]
+    if WORLD == 1:
+        try:
+            return work()
+        except ValueError as e:
+            sys.exit(f"error: {e}")
+    if s.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        count(ls) if command == "count" else train(s, ls) if command == "train" else bench(s, ls)
+        dist.init_process_group("nccl" if s.device == "cuda" else "gloo", timeout=timedelta(seconds=ls.timeout))
+        work()
+        dist.barrier()
+        return dist.destroy_process_group()
     except ValueError as e:  # all ranks have found the same; the others wait until the first has said it
         if RANK == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)
-        if WORLD > 1:
-            dist.barrier()
-        sys.exit(1)
-    except RuntimeError as e:
-        if WORLD == 1 or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
-            raise
-        what = f"has not answered for {ls.timeout:g} s" if "imed out" in str(e) else "has died"
-        sys.exit(f"error: rank {RANK} of {WORLD} stops because a rank it waits for {what}")
-    if WORLD > 1:
-        dist.barrier()  # gloo's threads must be done with the last tensors before the interpreter goes
-        dist.destroy_process_group()
+        dist.barrier()
+    except SystemExit as e:
+        print(e.code, file=sys.stderr)
+    except Exception as e:
+        if isinstance(e, dist.DistError) or "gloo" in str(e):
+            what = f"has not answered for {ls.timeout:g} s" if "imed out" in str(e) else "has died"
+            print(f"error: rank {RANK} of {WORLD} stops because a rank it waits for {what}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    finally:
+        if dist.is_initialized():  # skip Python's clean-up: a thread of gloo that lets go of its last tensor during it aborts
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    sys.exit(1)
 
 
 if __name__ == "__main__":
