@@ -1,0 +1,221 @@
+"""What a training step costs: ours as train.py runs it against the plain loop that a user would write. Prints one Markdown table.
+
+    python experiments/bench.py                  # the paper's model; batch 64 on CUDA, 8 elsewhere; a few minutes on two CPU cores
+    python experiments/bench.py --preset tiny    # any of train.py's flags
+
+Every variant runs in a process of its own, with its own peak memory, and they take turns: what disturbs the machine disturbs
+all of them. Each figure is a median over the turns. Tokens are random, in a shard that is written first.
+"""
+
+import itertools
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+USERS_THP = os.environ.get("THP_MEM_ALLOC_ENABLE")  # train.py sets it, a plain loop does not
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import train  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from multilevel import flops_per_token, prolong, restrict  # noqa: E402
+from train import AverageGradients, Tokens, Update, make_batches, make_optimizer, sets_of, settle, take_step  # noqa: E402
+
+
+def plain_step(model, optimizer, x, y):
+    """The plain loop's: float32, eager, the loss from all logits by F.cross_entropy."""
+    logits = model(x)[0]
+    loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), y.reshape(-1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def graph_step(s, net, optimizer, average, x, y):
+    """A step that replays all of take_step as one CUDA graph, by PyTorch's recipe for capturing a whole network.
+
+    Written without a card at hand: it has not been run. The rate is a constant in the graph, so it serves for timing only.
+    """
+    x, y = x.clone(), y.clone()  # what the graph reads
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # whatever happens only once, such as compiling, before the capture
+        for _ in range(3):
+            take_step(s, net, optimizer, average, x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        take_step(s, net, optimizer, average, x, y)
+
+    def step(new_x, new_y):
+        x.copy_(new_x)
+        y.copy_(new_y)
+        graph.replay()
+    return step
+
+
+def clock(device):
+    """The time, once the device has done what it was given."""
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+    return time.perf_counter()
+
+
+def work(name, s, config, folder, seconds, pipe):
+    """One variant, in its own process. Sends what its first steps cost, then one measurement for each True that it receives."""
+    if name == "plain" and USERS_THP is None:
+        os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    begin = time.perf_counter()
+    s = settle(s, config)
+    first = time.perf_counter() - begin
+    torch.manual_seed(s.seed)
+    model = GPT(config).to(s.device)
+    sets = sets_of(s)
+    nets = [model] + [restrict(model, keep) for keep in sets]
+    optimizers = [make_optimizer(s, net) for net in nets]
+    average = AverageGradients(model)
+    if s.compile == "on":  # as train() does
+        for part in (*model.blocks, model.head):
+            part.compile(dynamic=False)
+    tokens = Tokens(folder, "train", s.block_size, config.vocab_size)
+    batches = make_batches(s, tokens, (Update(0, k, False) for k in itertools.count()))
+    steps = [lambda x, y, at=at: take_step(s, nets[at], optimizers[at], average, x, y) for at in range(len(nets))]
+    if name == "plain":
+        sgd = torch.optim.SGD(model.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        steps = [lambda x, y: plain_step(model, sgd, x, y)]
+    if name == "graph":
+        steps = [graph_step(s, model, optimizers[0], average, *next(batches))]
+
+    def timed(step, n):
+        """Seconds a step, and those it waits for its batch (the first of the n, ready since the pause before, left out)."""
+        waited, begin = 0.0, clock(s.device)
+        for i in range(n):
+            asked = time.perf_counter()
+            x, y = next(batches)
+            waited += time.perf_counter() - asked if i else 0.0
+            step(x, y)
+        return (clock(s.device) - begin) / n, waited / max(1, n - 1)
+
+    first += sum(timed(step, 1)[0] for step in steps)
+    usual = [min(timed(step, 1)[0] for _ in range(3)) for step in steps]
+    pipe.send(first - sum(usual))
+    while pipe.recv():
+        times = [timed(step, max(2, round(seconds / u))) for step, u in zip(steps, usual)]
+        begin = clock(s.device)
+        for keep in sets:
+            restrict(model, keep)
+            prolong(model, keep, s.delta)
+        between = clock(s.device) - begin
+        memory = torch.cuda.max_memory_allocated() if s.device == "cuda" else \
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        pipe.send(dict(fine=times[0][0], coarse=[t for t, _ in times[1:]], waited=times[0][1], between=between, memory=memory))
+
+
+def matrix_rate(device, dtype, seconds):
+    """FLOP/s of products of square matrices."""
+    d, n = 2048 if device == "cpu" else 8192, 0
+    a = torch.randn(d, d, device=device).to(getattr(torch, dtype))
+    a @ a
+    begin = clock(device)
+    while clock(device) < begin + seconds:
+        for _ in range(4):
+            a @ a
+        n += 4
+    return 2 * d**3 * n / (clock(device) - begin)
+
+
+def main(argv, turns=5, seconds=1.0):
+    """Measures for so many turns of about so many seconds a variant. Prints the table and returns its rows."""
+    began = time.perf_counter()
+    train.__doc__ = __doc__  # what --help says
+    s, given = train.parse_settings(argv)
+    V = train.read_meta(s.data)["vocab_size"] if "data" in given else 257 if s.preset == "tiny" else 50257
+    config = GPTConfig(V, s.block_size, s.n_layer, s.n_head, s.n_embd)
+    s = settle(s, config)
+    if s.preset == "paper" and "batch_size" not in given:
+        s = replace(s, batch_size=64 if s.device == "cuda" else 8)
+    # The multilevel variant is the first to compile, into an empty cache; the single-level one then finds it full.
+    single = replace(s, mode="single")
+    variants = dict(plain=replace(single, dtype="float32", compile="off"), multilevel=replace(s, mode="multilevel"), single=single)
+    if s.compile == "on":
+        variants["eager"] = replace(single, compile="off")
+    if s.device == "cuda":
+        variants["graph"] = single
+    context, pipes, first, rates = multiprocessing.get_context("spawn"), {}, {}, {}
+    turn_of = {name: [] for name in variants}
+    with tempfile.TemporaryDirectory() as folder:
+        np.random.default_rng(0).integers(V, size=1_000_000).astype("<u2").tofile(f"{folder}/train_000000.bin")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
+        try:
+            for name, settings in variants.items():
+                pipes[name], theirs = context.Pipe()
+                context.Process(target=work, args=(name, settings, config, folder, seconds, theirs), daemon=True).start()
+                theirs.close()
+                first[name] = pipes[name].recv()
+            for _ in range(turns):
+                for dtype in ("float32", s.dtype):
+                    rates.setdefault(dtype, []).append(matrix_rate(s.device, dtype, seconds / 4))
+                for name in variants:
+                    pipes[name].send(True)
+                    turn_of[name].append(pipes[name].recv())
+        except EOFError:
+            sys.exit(f"error: the variant {name} ended by itself (its message is above)")
+        for pipe in pipes.values():
+            pipe.send(False)
+        for process in multiprocessing.active_children():
+            process.join()
+
+    def median(name, value):
+        return statistics.median(value(turn) for turn in turn_of[name])
+
+    ms = {name: 1e3 * median(name, lambda turn: turn["fine"]) for name in variants}
+    gb = {name: median(name, lambda turn: turn["memory"]) / 1e9 for name in variants}
+    both = ms["plain"], ms["single"]
+    gflop = s.flop_factor * s.batch_size * s.block_size * flops_per_token(config) / 1e9
+    peak = [statistics.median(rates[dtype]) / 1e12 for dtype in ("float32", s.dtype)]
+    ratio = median("multilevel", lambda turn: statistics.mean(turn["coarse"]) / turn["fine"])
+    cycle = median("multilevel", lambda turn: turn["fine"] + s.coarse_steps * sum(turn["coarse"]) + turn["between"])
+    between = median("multilevel", lambda turn: turn["between"])
+    waits = median("single", lambda turn: turn["waited"] / turn["fine"])
+    less = flops_per_token(config, len(sets_of(variants["multilevel"])[0])) / flops_per_token(config)
+    rows = [
+        (f"{s.device}, {torch.get_num_threads()} threads, {s.batch_size} x {s.block_size} tokens", "plain: float32, eager",
+         f"ours: {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}", ""),
+        ("---", "---:", "---:", "---"),
+        ("a step, ms", *(f"{t:,.1f}" for t in both), f"{both[0] / both[1]:.2f} times as fast"),
+        ("tokens/s", *(f"{1e3 * s.batch_size * s.block_size / t:,.0f}" for t in both), f"{gflop:,.4g} GFLOP a step"),
+        ("TFLOP/s", *(f"{gflop / t:.3g}" for t in both), ""),
+        ("... of matrix products in that type", *(f"{p:.3g}" for p in peak), "measured in turn with the steps"),
+        ("... share of that", *(f"{gflop / t / p:.0%}" for t, p in zip(both, peak)), ""),
+        ("peak memory, GB", f"{gb['plain']:.2f}", f"{gb['single']:.2f}",
+         "on the device" if s.device == "cuda" else "of the process"),
+        ("... of a multilevel run", "", f"{gb['multilevel']:.2f}", f"{gb['multilevel'] / gb['single']:.2f} times single-level"),
+        ("coarse over fine step, time", "", f"{ratio:.3f}", f"FLOPs: {less:.3f}"),
+        ("restrict and prolong, share of a cycle", "", f"{between / cycle:.3%}", f"{s.coarse_steps} steps a coarse model"),
+        ("waiting for data, share of a step", "", f"{waits:.3%}", ""),
+    ]
+    if "eager" in ms:
+        saved = (ms["eager"] - ms["single"]) / 1e3
+        rows += [("ours, but eager: a step, ms", "", f"{ms['eager']:,.1f}",
+                  f"compiled {ms['eager'] / ms['single']:.2f} times as fast"),
+                 ("compiling all levels, s", "", f"{first['multilevel']:.0f}",
+                  f"earned back after {first['multilevel'] / saved:,.0f} steps" if saved > 0 else "never earned back")]
+    if "graph" in ms:
+        rows.append(("ours, replayed as one CUDA graph: a step, ms", "", f"{ms['graph']:,.1f}",
+                     f"{ms['single'] / ms['graph']:.2f} times as fast"))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print(f"\nMedians of {turns} turns; {time.perf_counter() - began:.0f} seconds in all; PyTorch {torch.__version__}.")
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,44 @@
+"""The benchmark at a size of milliseconds: its figures agree with each other, and what it compares does the same work."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+import train  # noqa: E402
+from experiments import bench  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from multilevel import flops_per_token  # noqa: E402
+
+SMALL = ("--preset tiny --n_layer 4 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --grad_clip 0 "
+        "--device cpu --dtype float32 --compile off").split()
+
+
+def test_the_table(capsys):
+    rows = bench.main(SMALL, turns=2, seconds=0.02)
+    shown = {row[0]: row[1:] for row in rows}
+    assert all(" | ".join(row) in capsys.readouterr().out for row in rows[:1])
+    for column in (0, 1):
+        ms, tokens, tflops = (float(shown[name][column].replace(",", "")) for name in ("a step, ms", "tokens/s", "TFLOP/s"))
+        assert tokens == pytest.approx(4 * 8 / ms * 1e3, rel=0.2)  # milliseconds are shown with one digit after the point
+        assert tflops == pytest.approx(tokens * 3 * flops_per_token(GPTConfig(257, 8, 4, 2, 16)) / 1e12, rel=0.02)
+    assert 0 < float(shown["coarse over fine step, time"][1]) and shown["coarse over fine step, time"][2] == "FLOPs: 0.618"
+    assert "compiling all levels, s" not in shown  # it runs eagerly
+
+
+def test_the_plain_step_is_the_same_step():
+    s, config = train.parse_settings(SMALL)[0], GPTConfig(257, 8, 4, 2, 16)
+    x, y = torch.randint(257, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+    losses, models = [], []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        models.append(model := GPT(config))
+        sgd = torch.optim.SGD(model.parameters(), s.lr)
+        losses.append([bench.plain_step(model, sgd, x, y) if plain else
+                       train.take_step(s, model, sgd, train.AverageGradients(model), x, y) for _ in range(2)])
+    torch.testing.assert_close(*losses)
+    for p, q in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
