@@ -14,7 +14,7 @@ from model import GPT, GPTConfig  # noqa: E402
 from multilevel import flops_per_token  # noqa: E402
 
 SMALL = ("--preset tiny --n_layer 4 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --grad_clip 0 "
-        "--device cpu --dtype float32 --compile off").split()
+         "--device cpu --dtype float32 --compile off").split()
 
 
 def test_the_table(capsys):
