@@ -31,8 +31,9 @@ from typing import NamedTuple
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "experiments", "results")
 sys.path.insert(0, ROOT)
-from multilevel import flops_to_reach  # noqa: E402
-from train import COLUMNS, evaluations, read_log  # noqa: E402
+from model import GPTConfig  # noqa: E402
+from multilevel import flops_per_token, flops_to_reach  # noqa: E402
+from train import COLUMNS, evaluations, fine_lr, parse_settings, plan, read_log, sets_of  # noqa: E402
 
 # What a scale changes of the paper's run. Data of GPT-2 tokens may be any: --data.
 SCALES = {
@@ -286,6 +287,26 @@ def counting_table(runs):
     return markdown(*table)
 
 
+def rates_table(scale, vocab_size):
+    """What an arm would save if a weight cared for nothing but the sum of the rates it is trained with: the FLOPs at which that sum
+    is what the single-level run's is at its end, for the mean block and for the embeddings. It takes no run."""
+    table = [["arm", "saving, were the sum of a block's rates all that counts", "the embeddings'"]]
+    for arm in (*STUDIES["headline"], *STUDIES["counting"]):
+        s, _ = parse_settings([*SCALES[scale].split(), *ARMS[arm].split()])
+        config = GPTConfig(vocab_size, s.block_size, s.n_layer, s.n_head, s.n_embd)
+        depth = [s.n_layer] + [len(keep) for keep in sets_of(s)]
+        flops, blocks, embeddings = [0.0], [0.0], [0.0]
+        for u in plan(s, config):
+            lr = s.coarse_lr if u.level else fine_lr(s, u.step)
+            flops.append(flops[-1] + flops_per_token(config, depth[u.level]))
+            blocks.append(blocks[-1] - lr * depth[u.level] / s.n_layer)  # falling, as a loss does
+            embeddings.append(embeddings[-1] - lr)
+        if arm == "single":
+            spent, target = flops[-1], blocks[-1]
+        table.append([arm, *(f"{1 - flops_to_reach(flops, sums, target) / spent:.1%}" for sums in (blocks, embeddings))])
+    return markdown(*table)
+
+
 def figure(runs, scale, path):
     """Held-out and smoothed training loss over FLOPs and over fine steps: a thin line a seed, a thick one the mean of complete runs."""
     import matplotlib
@@ -336,7 +357,9 @@ def report(args):
         "difference is a lower loss of the multilevel run:",
         "", *controls_table(runs), "",
         "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
-        "", *counting_table(runs)])
+        "", *counting_table(runs), "",
+        "A null model, without a network: what an arm would save if only the sum of the rates counted that a weight is trained with.",
+        "", *rates_table(args.scale, d["vocab_size"])])
     print(text)
     with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as f:
         f.write(text + "\n")

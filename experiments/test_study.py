@@ -45,7 +45,7 @@ def write(folder, rows, target_loss=0.0, steps=4):
     """A run folder, as train.py leaves it."""
     os.makedirs(folder)
     about = dict(settings=dict(steps=steps, target_loss=target_loss, batch_size=1, block_size=4, data="data/x", device="cpu", dtype="float32",
-                               eval_sequences=4), data=dict(tokenizer="bytes", train_tokens=200), parameters=100, torch="2")
+                               eval_sequences=4), data=dict(tokenizer="bytes", vocab_size=257, train_tokens=200), parameters=100, torch="2")
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(about, f)
     with open(os.path.join(folder, "log.csv"), "w") as f:
@@ -122,6 +122,22 @@ def test_controls_as_the_baseline():
     assert {(t["saving, all FLOPs"], t["blocks only"]) for t in table} == {("46.7%", "57.3%")}
     runs["multilevel"] = {1: run(evals((0, 5), (9, 4)))}
     assert cells(study.counting_table(runs), "3")["FLOPs of multilevel"] == "not reached"
+
+
+def test_savings_of_the_sum_of_rates():
+    """By hand: the single-level run sums to 1.2e-3 (716/2 + 15,285 (1 + 0.1) / 2); constant it takes 358 + 15,285 x 0.55 + 358 steps."""
+    table = {arm: [float(v.strip("%")) / 100 for k, v in cells(study.rates_table("paper", 50257), arm).items() if k != "arm"] for arm in
+             ("single", "constant", "multilevel", "full", "full-blocks")}
+    assert table["single"] == [0, 0] and table["constant"] == pytest.approx([1 - (358 + 15285 * 0.55 + 357) / 16000] * 2, abs=1e-3)
+    s = train.parse_settings([])[0]
+    coarse = 7000 * 0.76943  # in fine steps
+    wanted = sum(train.fine_lr(s, i) for i in range(16000))
+    for arm, spent, steps in (("multilevel", coarse, (3500, 7000)), ("full", coarse, (coarse, coarse)), ("full-blocks", 0.65 * coarse, (0.65 * coarse,) * 2)):
+        for found, n in zip(table[arm], steps):
+            total, fine = 1.2e-3 * n, 0  # what the coarse phase gives, then fine steps until the sum is the single-level run's
+            while total < wanted:
+                total, fine = total + train.fine_lr(s, fine), fine + 1
+            assert found == pytest.approx(1 - (spent + fine) / 16000, abs=2e-3)
 
 
 def test_a_run_that_did_not_come_to_its_end(tmp_path):
