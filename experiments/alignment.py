@@ -6,11 +6,11 @@
 
 Measuring does not disturb the run: its log.csv is the one of train.py with the same flags. Three questions, all on held-out text:
 
-1. gradients.csv: at the start, at some prolongations and at some evaluations, the cosine between the gradients of the fine and of each
-   coarse model on the same batch, over the parameters they share: by block, all shared blocks together, token and position
-   embeddings apart; and the ratio of their norms. The yardstick is the fine gradient on another batch of the same size.
+1. gradients.csv: the cosine between the gradients of the fine and of each coarse model on the same batch, over the parameters they
+   share: by block, all shared blocks together, token and position embeddings apart; and the norm of the coarse gradient over the
+   fine one's. The yardstick is the fine gradient on another batch of the same size.
 2. the loss of each coarse model beside the fine one's on that batch (same file).
-3. prolongation.csv: the fine model's loss right before and right after every prolongation, and that of the coarse model just trained.
+3. prolongation.csv: the fine model's loss right before and right after every prolongation, and that of the coarse model trained last.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import train  # noqa: E402
+from experiments.study import markdown  # noqa: E402
 from multilevel import restrict  # noqa: E402
 
 GRADIENTS = ["level", "step", "net", "part", "cosine", "norm_ratio", "loss", "fine_loss"]
@@ -46,7 +47,8 @@ def gradients(s, net, batch):
 def compare(model, keep, ours, theirs):
     """[(part, cosine, ratio of norms theirs / ours)] of two {parameter: gradient}, over the blocks in keep and the embeddings."""
     parts = {f"block {i + 1}": list(model.blocks[i].parameters()) for i in sorted(keep)}
-    parts = {**parts, "blocks": [p for ps in parts.values() for p in ps], "tokens": [model.wte.weight], "positions": [model.wpe.weight]}
+    parts["blocks"] = [p for ps in list(parts.values()) for p in ps]
+    parts.update(tokens=[model.wte.weight], positions=[model.wpe.weight])
     rows = []
     for name, ps in parts.items():
         a, b = (torch.cat([g[p].flatten() for p in ps]).double() for g in (ours, theirs))
@@ -55,8 +57,9 @@ def compare(model, keep, ours, theirs):
 
 
 def measure(argv, into, sequences=16, every=10):
-    """Runs train.py's main(argv) with two of its functions watched: evaluate, which it calls at the start, after every prolongation and
-    at evaluations, and prolong. Gradients are measured at the start and at the first len(sets) of every `every` evaluations after it."""
+    """Runs train.py's main(argv) with two of its functions watched: prolong, and evaluate, which it calls at the start, after every
+    prolongation and every eval_interval fine steps. Gradients are measured at the first of these, then at the first len(sets) of
+    every `every`."""
     evaluate, prolong = train.evaluate, train.prolong
     seen = {}  # held_out and s of the last evaluation, the row of a prolongation that is under way
 
@@ -86,8 +89,8 @@ def measure(argv, into, sequences=16, every=10):
             fine_loss, ours = gradients(s, model, batch)
             nets = [(f"coarse{i + 1}", keep, *gradients(s, restrict(model, keep), batch)) for i, keep in enumerate(sets)]
             nets.append(("other batch", range(s.n_layer), *gradients(s, model, other)))
-            append("gradients.csv", GRADIENTS, [[level, step, net, *row, net_loss, fine_loss] for net, keep, net_loss, theirs in nets
-                                                for row in compare(model, keep, ours, theirs)])
+            append("gradients.csv", GRADIENTS, [[level, step, net, *row, net_loss, fine_loss]
+                                                for net, keep, net_loss, theirs in nets for row in compare(model, keep, ours, theirs)])
         return loss
 
     os.makedirs(into, exist_ok=True)
@@ -107,28 +110,26 @@ def read(into, name, keys):
 
 def report(into):
     rows, folds = read(into, "gradients.csv", GRADIENTS[:4]), read(into, "prolongation.csv", PROLONGATIONS[:2])
-    points = list(dict.fromkeys((row["level"], row["step"]) for row in rows))
-    nets = list(dict.fromkeys(row["net"] for row in rows))
+    points, nets = (list(dict.fromkeys(pick(row) for row in rows)) for pick in (lambda r: (r["level"], r["step"]), lambda r: r["net"]))
     at = {(row["level"], row["step"], row["net"], row["part"]): row for row in rows}
-    lines = ["Cosine between the fine gradient and another one, and losses on the same batch (a step is one of the level that was just trained).", "",
-             "| after | step | fine loss | net | its loss | cosine, shared blocks | lowest and highest block | token embedding | positions | norm ratio, blocks |",
-             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for point in points:
-        for net in nets:
-            found = at[*point, net, "blocks"]
-            blocks = [row["cosine"] for key, row in at.items() if key[:3] == (*point, net) and key[3].startswith("block ")]
-            embeddings = [f"{at[*point, net, part]['cosine']:.3f}" for part in ("tokens", "positions")]
-            lines.append("| " + " | ".join([point[0], f"{point[1]:.0f}", f"{found['fine_loss']:.3f}", net, f"{found['loss']:.3f}", f"{found['cosine']:.3f}",
-                                            f"{min(blocks):.3f}, {max(blocks):.3f}", *embeddings, f"{found['norm_ratio']:.2f}"]) + " |")
-    lines += ["", "Held-out loss around a prolongation, the mean over its cycles.", "",
-              "| | prolongations | coarse model, trained | fine model before | after | it rose in |", "| --- | --- | --- | --- | --- | --- |"]
+    cosines = [["after", "step", "fine loss", "net", "its loss", "cosine, shared blocks", "lowest, highest block", "token embedding",
+                "positions", "norm ratio, blocks"]]
+    for point, net in ((point, net) for point in points for net in nets):
+        parts = {key[3]: row for key, row in at.items() if key[:3] == (*point, net)}
+        whole, blocks = parts["blocks"], [row["cosine"] for part, row in parts.items() if part.startswith("block ")]
+        cosines.append([point[0], f"{point[1]:.0f}", f"{whole['fine_loss']:.3f}", net, f"{whole['loss']:.3f}", f"{whole['cosine']:.3f}",
+                        f"{min(blocks):.3f}, {max(blocks):.3f}", f"{parts['tokens']['cosine']:.3f}",
+                        f"{parts['positions']['cosine']:.3f}", f"{whole['norm_ratio']:.2f}"])
+    losses = [["", "prolongations", "coarse model, trained", "fine model before", "after", "it rose in"]]
     for level in sorted({row["level"] for row in folds}):
         its = [row for row in folds if row["level"] == level]
-        means = [f"{sum(row[k] for row in its) / len(its):.4f}" for k in ("coarse", "fine_before", "fine_after")]
-        lines.append(f"| {level} | {len(its)} | {' | '.join(means)} | {sum(row['fine_after'] > row['fine_before'] for row in its)} |")
+        losses.append([level, str(len(its)), *(f"{sum(row[k] for row in its) / len(its):.4f}" for k in ("coarse", "fine_before", "fine_after")),
+                       str(sum(row["fine_after"] > row["fine_before"] for row in its))])
+    text = "\n".join(["Cosine between the fine gradient and another one, and both losses, on the same held-out batch:", "",
+                      *markdown(*cosines), "", "Held-out loss around a prolongation, the mean over the run:", "", *markdown(*losses)])
+    print(text)
     with open(os.path.join(into, "report.md"), "w", encoding="utf-8") as f:
-        f.write("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        f.write(text + "\n")
     try:
         figure(at, points, nets, folds, os.path.join(into, "alignment.svg"))
     except ImportError:

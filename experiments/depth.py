@@ -23,7 +23,7 @@ from multilevel import coarse_sets, flops_per_token, restrict  # noqa: E402
 
 def ratios(config):
     """FLOPs of a coarse step over those of a fine one: with the head, and blocks only."""
-    return [flops_per_token(config, config.n_layer // 2, head) / flops_per_token(config, config.n_layer, head) for head in (True, False)]
+    return [flops_per_token(config, config.n_layer // 2, head) / flops_per_token(config, head=head) for head in (True, False)]
 
 
 def times(config, device, dtype, batch, compiled, repeats):
@@ -69,7 +69,7 @@ def main(argv=None):
         found = times(config, device, args.dtype, args.batch, args.compile, args.repeats)
         fine, coarse = ([1000 * q for q in statistics.quantiles(spent, n=4)] for spent in found)
         cells = [f"{q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})" for q in (fine, coarse)]
-        print(f"| {n} | " + " | ".join(f"{r:.3f}" for r in ratios(config)) + f" | {coarse[1] / fine[1]:.3f} | {' | '.join(cells)} |", flush=True)
+        print("|", " | ".join([str(n), *(f"{r:.3f}" for r in (*ratios(config), coarse[1] / fine[1])), *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

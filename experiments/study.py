@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from typing import NamedTuple
 
+import torch
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "experiments", "results")
 sys.path.insert(0, ROOT)
@@ -71,7 +73,8 @@ STUDIES = {  # study -> arm -> flags of train.py
         "multilevel-adamw": ADAMW,
         "multilevel-adamw-kept": f"{ADAMW} --keep_coarse_state",
     },
-    "cycles": {**{f"cycles-{n}": f"--cycles {n}" for n in (5, 15, 70)}, **{f"coarse-{n}": f"--coarse_steps {n}" for n in (20, 300)}},
+    "cycles": {f"{flag.split('_')[0]}-{n}": f"--{flag} {n}" for flag, n in (
+        ("cycles", 5), ("cycles", 15), ("cycles", 70), ("coarse_steps", 20), ("coarse_steps", 300))},
 }
 ARMS = {arm: flags for arms in STUDIES.values() for arm, flags in arms.items()}
 EARLY = 0.02  # nats below its baseline's lowest loss at which an arm may stop with --stop_early
@@ -110,9 +113,8 @@ def read_run(folder):
 
 
 def run(args):
-    """Runs args.arms x args.seeds, a seed's baselines before its other arms, args.jobs at once. Exits with 1 if any of them failed."""
-    import torch
-    cores, gpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, torch.cuda.device_count()
+    """Runs args.arms x args.seeds, a seed's baselines before its other arms, args.jobs at once. Exits with what failed, if any did."""
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = args.jobs or gpus or max(1, cores // 2)
     places, started = Queue(), {}
     for place in range(jobs):
@@ -249,14 +251,14 @@ def markdown(*rows):
 
 def arms_table(runs):
     """Every arm against the single-level run of the same seed and optimizer."""
-    table = [["study", "arm", "seeds", "lowest held-out loss", "training loss", "saving, all FLOPs", "blocks only", "training loss, all FLOPs"]]
+    table = [["study", "arm", "seeds", "lowest held-out loss", "training loss", "saving, all FLOPs", "blocks only", "by training loss"]]
     for study, arm in ((study, arm) for study, arms in STUDIES.items() for arm in arms):
         seeds, pairs = paired(runs, arm, baseline_of(arm))
         if seeds:
             whole = [runs[arm][s].rows for s in seeds if runs[arm][s].complete]
             table.append([study, arm, " ".join(f"{s}" if runs[arm][s].complete else f"{s}\\*" for s in seeds),
                           *(spread([min(curve(rows)[1], default=None) for rows in whole]) for curve in (evaluations, smooth)),
-                          *("baseline" if arm == baseline_of(arm) else spread([saving(*pair, None, curve, column) for pair in pairs], True)
+                          *(spread([saving(*pair, None, curve, column) for pair in pairs], True) if arm != baseline_of(arm) else ""
                             for curve, column in ((evaluations, "flops"), (evaluations, "flops_blocks"), (smooth, "flops")))])
     return markdown(*table)
 
@@ -308,7 +310,7 @@ def rates_table(scale, vocab_size):
 
 
 def figure(runs, scale, path):
-    """Held-out and smoothed training loss over FLOPs and over fine steps: a thin line a seed, a thick one the mean of complete runs."""
+    """Held-out and smoothed training loss over FLOPs and over fine steps: a thin line a seed, a thick one the complete runs' mean."""
     import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "multilevel", "font.size": 9})
@@ -345,16 +347,17 @@ def report(args):
         sys.exit(f"error: no single-level run below {folder}: python experiments/study.py run --scale {args.scale} --arms single")
     abouts = [found.about for seeds in runs.values() for found in seeds.values()]
     about, s, d = abouts[0], abouts[0]["settings"], abouts[0]["data"]
-    if differ := [k for k in ("data", "batch_size", "block_size", "eval_sequences", "device", "dtype") if {a["settings"][k] for a in abouts} != {s[k]}]:
+    same = ("data", "batch_size", "block_size", "eval_sequences", "device", "dtype")
+    if differ := [k for k in same if {a["settings"][k] for a in abouts} != {s[k]}]:
         sys.exit(f"error: the runs below {folder} differ in {', '.join(differ)}: they cannot be compared")
     text = "\n".join([
-        f"Scale `{args.scale}`: {about['parameters']:,} parameters, batches of {s['batch_size']} x {s['block_size']} tokens, {s['data']} "
-        f"({d['tokenizer']} tokens, {d['train_tokens']:,}), {s['device']}, {s['dtype']}, PyTorch {about['torch']}. Losses in nats a token, "
-        f"± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, always the same; "
-        f"training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
+        f"Scale `{args.scale}`: {about['parameters']:,} parameters, batches of {s['batch_size']} x {s['block_size']} tokens, "
+        f"{s['data']} ({d['train_tokens']:,} {d['tokenizer']} tokens), {s['device']}, {s['dtype']}, PyTorch {about['torch']}. Losses in "
+        f"nats a token, ± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, "
+        f"always the same; training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
         "", *arms_table(runs), "",
         "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline. A negative "
-        "difference is a lower loss of the multilevel run:",
+        "difference: the multilevel run's loss is lower.",
         "", *controls_table(runs), "",
         "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
         "", *counting_table(runs), "",
@@ -377,7 +380,7 @@ def main(argv=None):
                         + ", ".join(ARMS) + f"; or a study: {', '.join(STUDIES)}, all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--jobs", type=int, default=0, help="runs at once [one a GPU, or one for two cores]")
-    parser.add_argument("--stop_early", action="store_true", help=f"stop an arm {EARLY} nats below its baseline's lowest held-out loss")
+    parser.add_argument("--stop_early", action="store_true", help=f"stop an arm {EARLY} nats below its baseline's lowest loss")
     parser.add_argument("--out", default="out/study", help="where the runs go")
     parser.add_argument("--results", default=RESULTS, help="where keep writes and report reads; out/study: the runs themselves")
     args, args.more = parser.parse_known_args(argv)  # the rest goes to train.py

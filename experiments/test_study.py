@@ -18,8 +18,8 @@ from model import GPT, GPTConfig  # noqa: E402
 from multilevel import prolong, restrict  # noqa: E402
 
 torch.set_num_threads(1)
-TINY = ["--n_embd", "8", "--n_head", "2", "--block_size", "4", "--batch_size", "2", "--steps", "2", "--warmup", "1", "--cycles", "1", "--coarse_steps",
-        "2", "--eval_interval", "1", "--eval_sequences", "4", "--device", "cpu", "--dtype", "float32", "--compile", "off"]
+TINY = ("--n_embd 8 --n_head 2 --block_size 4 --batch_size 2 --steps 2 --warmup 1 --cycles 1 --coarse_steps 2 --eval_interval 1 "
+        "--eval_sequences 4 --device cpu --dtype float32 --compile off").split()
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,9 @@ def data(tmp_path_factory):
 
 
 def row(level="fine", step=0, flops=0.0, val=None, train_loss=None, blocks=None):
-    return dict(level=level, step=float(step), tokens=0.0, flops=float(flops), flops_blocks=float(flops / 2 if blocks is None else blocks), lr=None,
-                train_loss=train_loss, val_loss=val, seconds=0.0)
+    blocks = flops / 2 if blocks is None else blocks
+    return dict(level=level, step=float(step), tokens=0.0, flops=float(flops), flops_blocks=float(blocks), lr=None, train_loss=train_loss,
+                val_loss=val, seconds=0.0)
 
 
 def evals(*pairs, blocks=0.5):
@@ -44,8 +45,9 @@ def evals(*pairs, blocks=0.5):
 def write(folder, rows, target_loss=0.0, steps=4):
     """A run folder, as train.py leaves it."""
     os.makedirs(folder)
-    about = dict(settings=dict(steps=steps, target_loss=target_loss, batch_size=1, block_size=4, data="data/x", device="cpu", dtype="float32",
-                               eval_sequences=4), data=dict(tokenizer="bytes", vocab_size=257, train_tokens=200), parameters=100, torch="2")
+    settings = dict(steps=steps, target_loss=target_loss, batch_size=1, block_size=4, data="data/x", device="cpu", dtype="float32",
+                    eval_sequences=4)
+    about = dict(settings=settings, data=dict(tokenizer="bytes", vocab_size=257, train_tokens=200), parameters=100, torch="2")
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(about, f)
     with open(os.path.join(folder, "log.csv"), "w") as f:
@@ -95,8 +97,9 @@ def test_smoothing_is_a_mean_over_steps_at_evaluations():
 
 def test_arms_are_paired_by_seed(tmp_path):
     shifted = [{**r, "flops": 2 * r["flops"]} for r in SINGLE]
-    for name, rows in {"single-seed1": SINGLE, "single-seed2": shifted, "single-seed4": SINGLE, "multilevel-seed1": MULTI, "multilevel-seed2": MULTI,
-                       "multilevel-seed3": MULTI, "full-seed1": evals((0, 5), (99, 2.1)), "unknown-seed1": MULTI}.items():
+    logs = {"single-seed1": SINGLE, "single-seed2": shifted, "single-seed4": SINGLE, "full-seed1": evals((0, 5), (99, 2.1)),
+            "multilevel-seed1": MULTI, "multilevel-seed2": MULTI, "multilevel-seed3": MULTI, "unknown-seed1": MULTI}
+    for name, rows in logs.items():
         write(tmp_path / "narrow" / name, rows)
     runs = study.load(tmp_path, "narrow")
     assert {arm: sorted(found) for arm, found in runs.items()} == {"single": [1, 2, 4], "multilevel": [1, 2, 3], "full": [1]}
@@ -105,7 +108,7 @@ def test_arms_are_paired_by_seed(tmp_path):
     assert found["seeds"] == "1 2" and found["saving, all FLOPs"] == f"{(a + b) / 2:.1f}% ± {abs(a - b) / 2**0.5:.1f}"
     assert found["lowest held-out loss"] == "1.000 ± 0.000"
     assert cells(study.arms_table(runs), "full")["saving, all FLOPs"] == "not reached (1 of 1)"
-    assert cells(study.arms_table(runs), "single")["saving, all FLOPs"] == "baseline"
+    assert cells(study.arms_table(runs), "single")["saving, all FLOPs"] == ""
 
 
 def test_controls_as_the_baseline():
@@ -126,13 +129,14 @@ def test_controls_as_the_baseline():
 
 def test_savings_of_the_sum_of_rates():
     """By hand: the single-level run sums to 1.2e-3 (716/2 + 15,285 (1 + 0.1) / 2); constant it takes 358 + 15,285 x 0.55 + 358 steps."""
-    table = {arm: [float(v.strip("%")) / 100 for k, v in cells(study.rates_table("paper", 50257), arm).items() if k != "arm"] for arm in
-             ("single", "constant", "multilevel", "full", "full-blocks")}
+    lines, arms = study.rates_table("paper", 50257), ("single", "constant", "multilevel", "full", "full-blocks")
+    table = {arm: [float(v.strip("%")) / 100 for k, v in cells(lines, arm).items() if k != "arm"] for arm in arms}
     assert table["single"] == [0, 0] and table["constant"] == pytest.approx([1 - (358 + 15285 * 0.55 + 357) / 16000] * 2, abs=1e-3)
     s = train.parse_settings([])[0]
     coarse = 7000 * 0.76943  # in fine steps
     wanted = sum(train.fine_lr(s, i) for i in range(16000))
-    for arm, spent, steps in (("multilevel", coarse, (3500, 7000)), ("full", coarse, (coarse, coarse)), ("full-blocks", 0.65 * coarse, (0.65 * coarse,) * 2)):
+    less = 0.65 * coarse
+    for arm, spent, steps in (("multilevel", coarse, (3500, 7000)), ("full", coarse, (coarse, coarse)), ("full-blocks", less, (less, less))):
         for found, n in zip(table[arm], steps):
             total, fine = 1.2e-3 * n, 0  # what the coarse phase gives, then fine steps until the sum is the single-level run's
             while total < wanted:
@@ -149,7 +153,8 @@ def test_a_run_that_did_not_come_to_its_end(tmp_path):
     (tmp_path / "narrow" / "multilevel-seed1").mkdir()
     (tmp_path / "narrow" / "multilevel-seed1" / "config.json").write_text('{"settings": {"st')
     runs = study.load(tmp_path, "narrow")
-    assert [(runs[arm][1].complete, runs[arm][1].finished) for arm in ("single", "constant", "full")] == [(True, True), (False, True), (False, False)]
+    found = [(runs[arm][1].complete, runs[arm][1].finished) for arm in ("single", "constant", "full")]
+    assert found == [(True, True), (False, True), (False, False)]
     assert runs["full"][1].rows == SINGLE[:3] and "multilevel" not in runs
     found = cells(study.arms_table(runs), "constant")
     assert (found["seeds"], found["lowest held-out loss"], found["saving, all FLOPs"]) == ("1\\*", "", f"{100 * (1 - 16 / 30):.1f}%")
@@ -179,7 +184,8 @@ def test_keep_thins_and_preserves_every_number(tmp_path, capsys):
     assert "full" in before and "full" not in after  # not finished
     for curve in (study.evaluations, study.smooth):
         whole, thinned = ([found[arm][1].rows for arm in ("multilevel", "single")] for found in (before, after))
-        assert study.saving(*thinned, curve=curve) == pytest.approx(study.saving(*whole, curve=curve), abs=1e-4) and study.saving(*whole, curve=curve)
+        saved = study.saving(*whole, curve=curve)
+        assert saved > 0.3 and study.saving(*thinned, curve=curve) == pytest.approx(saved, abs=1e-4)
         assert np.array(curve(thinned[0])) == pytest.approx(np.array(curve(whole[0])), abs=1e-4)
     kept = after["single"][1].rows
     assert len(kept) == 1 + 1 + 2 * 2 + 30 and [r["train_loss"] for r in kept if r["level"] == "coarse2"] == [pytest.approx(10.055)]
@@ -212,7 +218,7 @@ def test_arms_use_flags_of_train_and_differ():
         arms = [settings["paper", a] for a in (arm, study.baseline_of(arm))]
         assert arms[1].mode == "single" and len({(s.optimizer, s.momentum, s.lr, s.min_lr) for s in arms}) == 1
     s = settings["paper", "multilevel"]
-    assert (s.mode, s.kind, s.cycles, s.coarse_steps, s.lr, s.delta, s.momentum, s.optimizer) == ("multilevel", "alternate", 35, 100, 1.2e-3, 0.25, 0, "sgd")
+    assert (s.mode, s.kind, s.cycles, s.coarse_steps, s.lr, s.delta) == ("multilevel", "alternate", 35, 100, 1.2e-3, 0.25)
 
 
 def test_full_blocks_is_matched_without_the_head():
@@ -363,8 +369,7 @@ def test_alignment_measures_a_run_and_leaves_it_alone(data, tmp_path, capsys):
     assert plain == watched and train.evaluate.__module__ == train.prolong.__module__.replace("multilevel", "train")
     rows = alignment.read(tmp_path / "a", "gradients.csv", alignment.GRADIENTS[:4])
     points = list(dict.fromkeys((r["level"], r["step"]) for r in rows))
-    assert points == [("fine", 0), ("prolong1", 2), ("prolong2", 4), ("prolong1", 6), ("prolong2", 8), ("fine", 2), ("fine", 4), ("fine", 5)] or \
-        points == [(r["level"], r["step"]) for r in plain if r["val_loss"] is not None]
+    assert points == [(r["level"], r["step"]) for r in plain if r["val_loss"] is not None]
     assert len(rows) == len(points) * (2 * (6 + 3) + 12 + 3)
     folds = alignment.read(tmp_path / "a", "prolongation.csv", alignment.PROLONGATIONS[:2])
     after = {(r["level"], r["step"]): r["val_loss"] for r in plain}
