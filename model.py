@@ -108,13 +108,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Appends max_new_tokens sampled tokens to idx: int64 (B, T) -> (B, T + max_new_tokens). Temperature 0 takes the likeliest."""
+        """Appends max_new_tokens sampled tokens to idx: int64 (B, T) -> (B, T + max_new_tokens). Temperature 0 takes the likeliest,
+        top_k (0: all) samples from so many likeliest."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()
-            if temperature == 0:
+            if temperature < 1e-6:  # 0, or so little that dividing by it overflows
                 new = logits.argmax(-1, keepdim=True)
             else:
-                if top_k is not None:
+                if top_k:
                     logits[logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]] = float("-inf")
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), num_samples=1)
             idx = torch.cat((idx, new), dim=1)

@@ -51,7 +51,7 @@ def find_blocks(model, keep, blocks):
     """The nn.ModuleList at the dotted path `blocks` of model. Raises ValueError unless keep is a valid choice from it."""
     found = model
     for name in blocks.split("."):
-        found = getattr(found, name, None)
+        found = getattr(found, "_modules", {}).get(name)
     if not isinstance(found, nn.ModuleList):
         raise ValueError(f"blocks = {blocks!r} is not an nn.ModuleList of this {type(model).__name__}")
     if not keep:
@@ -69,7 +69,8 @@ def restrict(model, keep, blocks="blocks"):
 
     It is a view. It shares every parameter with model, so restricting copies nothing, and a step of an optimizer over its
     parameters is a step of those blocks, the embedding and the head of model. Only the modules on the way to the list are
-    copied, and those without their tensors, so model itself goes on running all of its blocks. Raises ValueError (find_blocks).
+    copied, and those without their tensors, so model itself goes on running all of its blocks. What is registered on the view
+    later (parameters, buffers, hooks) is registered on model too. Raises ValueError (find_blocks).
     """
     layers = find_blocks(model, keep, blocks)
     coarse = module = copy.copy(model)
@@ -87,19 +88,22 @@ def prolong(model, keep, delta=0.25, blocks="blocks"):
 
         theta_skipped <- (1 - delta) theta_skipped + delta theta_kept.
 
-    A skipped block with no kept block before it stays as it is. The kept blocks are views' already, so their half of the
-    prolongation, theta_kept <- theta_coarse, is done. delta = 0 changes nothing, delta = 1 copies.
-    Raises ValueError (find_blocks), for delta outside [0, 1], and for blocks of different shapes; model is then unchanged.
+    A skipped block with no kept block before it stays as it is, and so do buffers. The kept blocks are the view's own, so their half
+    of the prolongation, theta_kept <- theta_coarse, is done. delta = 0 changes nothing, delta = 1 copies.
+    Raises ValueError (find_blocks), for delta outside [0, 1], for blocks that differ in the names, shapes, types or devices of their
+    parameters, and for a module that stands in several places; model is then unchanged.
     """
     layers = find_blocks(model, keep, blocks)
     if not 0 <= delta <= 1:
         raise ValueError(f"delta = {delta} is not between 0 and 1")
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise ValueError(f"blocks = {blocks!r} holds a module more than once: it cannot be kept in one place and averaged in another")
     pairs = []
     for skipped in sorted(set(range(min(keep), len(layers))) - set(keep)):
         kept = max(i for i in keep if i < skipped)
         ours, theirs = dict(layers[skipped].named_parameters()), dict(layers[kept].named_parameters())
-        if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
-            raise ValueError(f"blocks {kept} and {skipped} cannot be averaged: their parameters have different names or shapes")
+        if len({str([(n, p.shape, p.dtype, p.device) for n, p in sorted(block.items())]) for block in (ours, theirs)}) > 1:
+            raise ValueError(f"blocks {kept} and {skipped} cannot be averaged: their parameters have different names, shapes or types")
         pairs += [(p, theirs[name]) for name, p in ours.items()]
     for p, q in pairs:
         p.lerp_(q, delta)
@@ -108,7 +112,8 @@ def prolong(model, keep, delta=0.25, blocks="blocks"):
 def flops_per_token(config, n_layer=None, head=True):
     """Forward FLOPs a token of a decoder that keeps n_layer blocks (default: all): 2 (12 n_layer d^2 + V d) + 4 n_layer T d.
 
-    config: anything with n_layer, n_embd (d), vocab_size (V) and block_size (T), or a model that has such a .config.
+    config: anything with n_layer, n_embd (d), vocab_size (V) and block_size (T), or a model that has such a .config. A view has
+    that of the fine model: give n_layer = len(keep) for it.
     A multiply-add counts as 2; the terms are the blocks' matrices, the head's (left out with head=False), and attention's two
     products over the whole context. A training step counts as 3 forwards, one and two for the backward pass.
     """
@@ -125,7 +130,7 @@ def flops_to_reach(flops, losses, target):
     before = None
     for now in zip(flops, losses):
         if now[1] <= target:
-            if before is None or now[1] == target:
+            if before is None or now[1] == target or not before[1] < float("inf"):
                 return now[0]
             return before[0] + (now[0] - before[0]) * (before[1] - target) / (before[1] - now[1])
         before = now

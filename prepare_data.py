@@ -51,6 +51,14 @@ def get_tokenizer(name):
         raise SystemExit(f"error: tokenizer {name} is not cached and cannot be downloaded ({result[0]}). {NO_NETWORK}")
     return result[0]
 
+def check_shards(folder, state):
+    """Exits with one line unless the shards in folder hold all the tokens that state, its meta.json or progress.json, counts."""
+    for split in ("train", "val"):
+        there = sum(path.stat().st_size // 2 for path in Path(folder).glob(f"{split}_*.bin*"))
+        if there < state[split + "_tokens"]:
+            raise SystemExit(f"error: {folder} holds {there:,} of {state[split + '_tokens']:,} {split} tokens: a shard is cut short or "
+                             "gone, so make these data again: prepare_data.py with --overwrite")
+
 # --- Sources: generators of (text, share of the source read so far), from document number `start` on ------------------
 
 def files_below(folder, endings, skip=()):
@@ -71,8 +79,10 @@ def read_file(path, longest):
             for number, line in enumerate(iter(lambda: file.readline(-1 if jsonl else longest), b""), 1):
                 offset += len(line)
                 text = decoder.decode(line, final=jsonl)
-                if jsonl:
+                if jsonl and not text.isspace():
                     yield json.loads(text)["text"] + "", raw.tell()  # + "": a TypeError if it is no string
+                elif jsonl:
+                    continue
                 elif len(piece) + len(text) > longest:
                     yield piece, raw.tell()
                     piece = text
@@ -80,11 +90,11 @@ def read_file(path, longest):
                     piece += text
             decoder.decode(b"", final=True)
         except UnicodeDecodeError as e:  # e.object is the line, after what the decoder kept of the one before
-            raise SystemExit(f"error: {path} is not UTF-8 (byte {offset - len(e.object) + e.start})")
-        except json.JSONDecodeError as e:
-            raise SystemExit(f"error: {path}, line {number}: not JSON ({e.msg})")
+            raise SystemExit(f"error: {path} is not UTF-8 (byte {offset - len(e.object) + e.start}): convert it first, say with iconv")
         except (KeyError, TypeError):
             raise SystemExit(f'error: {path}, line {number}: no object with a string "text"')
+        except (ValueError, RecursionError) as e:
+            raise SystemExit(f"error: {path}, line {number}: not JSON ({getattr(e, 'msg', type(e).__name__)})")
         except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
             raise SystemExit(f"error: {path} is damaged: {e}")
         if piece:
@@ -233,6 +243,7 @@ def count(text):
 def prepare(args):
     # What to read, and with which settings. input_bytes is there to notice input that has changed.
     paths, longest, name, tokenizer, source = [], PIECE, args.name, "gpt2", " ".join(args.source)
+    endings = (".txt", ".md", ".py", ".jsonl", ".xz", ".gz")
     if args.source == ["stdlib"]:
         paths = files_below(sysconfig.get_paths()["stdlib"], ".py", {"test", "tests", "idle_test", "site-packages"})
         longest = sys.maxsize  # a module is one document
@@ -241,9 +252,11 @@ def prepare(args):
         name, source, args.tokens = name or "fineweb-edu", " ".join(FINEWEB.values()), args.tokens or 400_000_000
     else:
         for path in map(Path, args.source):
-            paths += files_below(path, (".txt", ".md", ".py", ".jsonl", ".xz", ".gz")) if path.is_dir() else [path]
-    if not name:
-        raise SystemExit("error: choose a name for these data with --name")
+            paths += files_below(path, endings) if path.is_dir() else [path]
+        if not paths:
+            raise SystemExit(f"error: no file below {source} ends in {', '.join(endings)}")
+    if not name or Path(name).name != name:
+        raise SystemExit("error: choose a name for these data with --name: that of a folder, made below --out")
     folder = Path(args.out, name)
     settings = {"source": source, "tokenizer": args.tokenizer or tokenizer, "shard_tokens": args.shard_tokens,
                 "tokens": args.tokens, "input_bytes": sum(path.stat().st_size for path in paths)}
@@ -252,11 +265,17 @@ def prepare(args):
     state = {**settings, "position": 0, "documents": 0, "train_tokens": 0, "val_tokens": 0}
     known = [path for path in (folder / "meta.json", folder / "progress.json") if path.exists()]
     if known and not args.overwrite:
-        state = json.loads(known[0].read_text())
+        try:
+            old = json.loads(known[0].read_text())
+            counts = {key: int(old[key]) for key in ("position", "documents", "train_tokens", "val_tokens")}
+        except (ValueError, LookupError, TypeError) as e:
+            raise SystemExit(f"error: {known[0]} is damaged ({type(e).__name__}): make these data again with --overwrite")
         for key, value in settings.items():
-            if state.get(key) != value:
-                raise SystemExit(f"error: {folder} holds data with {key} = {state.get(key)}, this is {value}: "
+            if old.get(key) != value and counts["position"]:  # at 0 a first try failed: there is nothing to keep
+                raise SystemExit(f"error: {folder} holds data with {key} = {old.get(key)}, this is {value}: "
                                  "add --overwrite to replace it, or choose another --name")
+        state.update(counts)
+        check_shards(folder, state)
         if known[0].name == "meta.json":
             return print(f"{folder} is there already, with {state['train_tokens']:,} train tokens (--overwrite: anew)")
     elif list(folder.glob("*.bin")) and not args.overwrite:

@@ -232,11 +232,12 @@ def test_wrong_input_is_a_value_error_that_names_it(call, named):
         call(small_gpt())
 
 
-def test_blocks_of_different_shapes_are_not_averaged_and_nothing_changes():
-    model = nn.Module()
-    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)])
+@pytest.mark.parametrize("last", [nn.Linear(2, 3), nn.Linear(2, 2, bias=False), nn.Linear(2, 2).double(), None])
+def test_blocks_that_cannot_be_averaged_are_refused_and_nothing_changes(last):
+    model, first = nn.Module(), nn.Linear(2, 2)
+    model.blocks = nn.ModuleList([first, nn.Linear(2, 2), last or first])
     before = model.blocks[1].weight.clone()
-    with pytest.raises(ValueError, match="0 and 2"):
+    with pytest.raises(ValueError, match="0 and 2" if last else "more than once"):
         prolong(model, [0])
     assert torch.equal(model.blocks[1].weight, before)
 
@@ -497,15 +498,18 @@ def test_bad_settings_and_data_end_in_one_clear_line(data, tmp_path, capfd):
                         ([*out, "--block_size", 5000], "shorter than one sequence"), (["--mode", "sample", "--out", tmp_path], "no checkpoint")]:
         assert named in one_line(capfd, 1, *args)
         assert not (tmp_path / "new").exists()
-    with pytest.raises(SystemExit) as e:
-        train.main(["--kind", "zigzag"])
-    assert e.value.code == 2 and "zigzag" in capfd.readouterr().err
+    assert "zigzag" in one_line(capfd, 1, "--kind", "zigzag") and "--prompt" in one_line(capfd, 1, "--prompt")
     bad = make_data(tmp_path / "odd")
     with open(f"{bad}/train_000001.bin", "ab") as f:
         f.write(b"x")
     assert "train_000001.bin has an odd number" in one_line(capfd, 1, "--data", bad, "--out", tmp_path / "new")
-    np.array([300] * 50, "<u2").tofile(f"{bad}/train_000001.bin")
+    np.array([300] * 2500, "<u2").tofile(f"{bad}/train_000001.bin")
     assert "train_000001.bin holds the token 300" in one_line(capfd, 1, "--data", bad, "--out", tmp_path / "new")
+    os.truncate(f"{bad}/train_000001.bin", 4000)
+    assert "holds 4,500 of 5,000 train tokens" in one_line(capfd, 1, "--data", bad, "--out", tmp_path / "new")
+    for damaged in (b"", b"[]", b"{}", b"\xff"):
+        Path(bad, "meta.json").write_bytes(damaged)
+        assert "meta.json is damaged" in one_line(capfd, 1, "--data", bad, "--out", tmp_path / "new")
     assert "the val split" in one_line(capfd, 1, "--data", make_data(tmp_path / "short", val_tokens=20), "--out", tmp_path / "new")
     if not torch.cuda.is_available():
         assert "no cuda" in one_line(capfd, 1, *out, "--device", "cuda")
@@ -531,14 +535,23 @@ def test_a_run_folder_is_never_lost(data, tmp_path, capfd, monkeypatch):
     assert (tmp_path / "run/ckpt.pt").read_bytes() == good and log_of(tmp_path / "run") == before
     assert sorted(os.listdir(tmp_path / "run")) == ["ckpt.pt", "config.json", "log.csv"]
 
-    (tmp_path / "run/ckpt.pt").write_bytes(good[:len(good) // 2])
-    assert "cannot read the checkpoint" in one_line(capfd, 1, *out, "--resume")
-    torch.save({"something": "else"}, tmp_path / "run/ckpt.pt")
-    assert "not one of train.py's" in one_line(capfd, 1, *out, "--resume")
-    state = torch.load(os.path.join(tmp_path, "run/ckpt.pt"))
-    state.update(count={}, losses=[], model={}, optimizers=[], log_bytes=0, config={"n_embd": 8})
-    torch.save(state, tmp_path / "run/ckpt.pt")
-    assert "holds a model of" in one_line(capfd, 1, *out, "--resume")
+    for damaged in (good[:len(good) // 2], b"", b"junk"):
+        (tmp_path / "run/ckpt.pt").write_bytes(damaged)
+        assert "ckpt.pt is damaged" in one_line(capfd, 1, *out, "--resume")
+    (tmp_path / "run/ckpt.pt").write_bytes(good)
+    state = train.read_checkpoint(tmp_path / "run")
+    for change, said in (({"config": {"n_embd": 8}}, "holds a model of"), ({"optimizers": []}, "ckpt.pt is damaged"),
+                         ({"model": {}}, "ckpt.pt is damaged")):
+        torch.save({**state, **change}, tmp_path / "run/ckpt.pt")
+        assert said in one_line(capfd, 1, *out, "--resume")
+    (tmp_path / "run/ckpt.pt").write_bytes(good)
+    about = (tmp_path / "run/config.json").read_bytes()
+    for damaged in (b"", b"{}", b"null", b'{"settings": 5, "data": {}}'):
+        (tmp_path / "run/config.json").write_bytes(damaged)
+        assert "config.json is damaged" in one_line(capfd, 1, *out, "--resume")
+        assert "config.json is damaged" in one_line(capfd, 1, "--mode", "sample", "--out", tmp_path / "run")
+    (tmp_path / "run/config.json").write_bytes(about)
+    assert log_of(tmp_path / "run") == before
     run(data, tmp_path / "run", "--overwrite")
     assert log_of(tmp_path / "run") == before
 
@@ -815,3 +828,33 @@ def test_data_that_is_there_is_never_lost(tmp_path):
     assert tokens_in(tmp_path / "d") == by_hand(map(text_of, range(99))) and "notes.txt" in state()
     refused(tmp_path, tmp_path / "a.jsonl", said=["--name"])
     refused(tmp_path, "stdlib", "--tokens", "many", said=["many"])
+
+
+def test_data_that_is_not_whole_is_said_so(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + b"\n \n".join(jsonl([text_of(i)]) for i in range(99)))  # blank lines are none
+    command = [tmp_path, tmp_path / "a.jsonl", "--name", "d", "--shard_tokens", "1000"]
+    prepare(*command)
+    assert tokens_in(tmp_path / "d") == by_hand(map(text_of, range(99)))
+    meta, shard = tmp_path / "d" / "meta.json", tmp_path / "d" / "train_000001.bin"
+    tokens, about = shard.read_bytes(), meta.read_bytes()
+    shard.unlink()
+    refused(*command, said=["train tokens", "--overwrite"])
+    meta.rename(tmp_path / "d" / "progress.json")  # nor does a run go on where a shard is gone
+    refused(*command, said=["train tokens", "--overwrite"])
+    (tmp_path / "d" / "progress.json").rename(meta)
+    shard.write_bytes(tokens)
+    prepare(*command)
+    for damaged in (b"", b"[]", b"null", about.replace(b'"position"', b'"other"')):
+        meta.write_bytes(damaged)
+        refused(*command, said=["meta.json is damaged", "--overwrite"])
+
+
+def test_data_a_failed_first_try_is_no_obstacle(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{bad")
+    refused(tmp_path, tmp_path / "a.jsonl", "--name", "d", said=["line 1"])
+    (tmp_path / "a.jsonl").write_bytes(jsonl(map(text_of, range(99))))
+    prepare(tmp_path, tmp_path / "a.jsonl", "--name", "d")
+    assert tokens_in(tmp_path / "d") == by_hand(map(text_of, range(99)))
+    refused(tmp_path, tmp_path / "a.jsonl", "--name", "../d", said=["--name"])
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path, tmp_path / "empty", "--name", "e", said=["empty", ".txt"])

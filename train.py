@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from model import GPT, GPTConfig
 from multilevel import coarse_sets, flops_per_token, flops_to_reach, prolong, restrict
-from prepare_data import get_tokenizer
+from prepare_data import check_shards, get_tokenizer
 
 # On Linux, PyTorch then asks for large pages for large tensors. A step on a CPU spends up to a fifth of its time on page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -112,6 +112,7 @@ def parse_settings(argv):
     for f in fields(Settings):
         kind = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=CHOICES.get(f.name), metavar=f.name.upper())
         parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"{help_of[f.name]} [{f.default}]", **kind)
+    parser.error = lambda message: sys.exit(f"error: {message} (--help lists all flags)")
     given = vars(parser.parse_args(argv))
     s = Settings(**{**PRESETS[given.get("preset", "paper")], **given})
     least = dict(steps=1, batch_size=1, eval_interval=1, eval_sequences=1, log_interval=1, max_new_tokens=1)
@@ -134,15 +135,15 @@ def settle(s, config):
                 "mps": lambda: False, "cpu": bfloat16_is_faster}[device]()
         dtype = "bfloat16" if fast else "float32"
     compiled = s.compile
-    if compiled == "auto":  # compiling takes a while, whatever the length of the run
+    if compiled == "auto":  # two CPU cores take 20 seconds, earned back after 1.4e13 FLOPs at width 64 as at 256 (experiments/bench.py)
         work = s.flop_factor * s.steps * s.batch_size * s.block_size * flops_per_token(config)
-        compiled = "on" if device != "mps" and work > (1e15 if device == "cuda" else 1e13) else "off"
+        compiled = "on" if device != "mps" and work > (1e15 if device == "cuda" else 1.5e13) else "off"  # for CUDA a guess
     if compiled == "on":
         try:
             torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
         except Exception as e:
             if s.compile == "on":
-                sys.exit(f"error: --compile on: torch.compile fails here ({str(e).strip().splitlines()[0]}): use --compile off")
+                sys.exit(f"error: --compile on: torch.compile fails here ({reason(e)}): use --compile off")
             say("torch.compile fails here (is there a C++ compiler?): running eagerly")
             compiled = "off"
     return replace(s, device=device, dtype=dtype, compile=compiled)
@@ -165,14 +166,17 @@ FINE, COARSE, HELD_OUT = range(3)  # streams of batches
 
 
 def read_meta(folder):
+    """meta.json of the data in folder, whose shards hold what it says."""
     try:
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            return json.load(f)
+            meta = json.load(f)
+        check_shards(folder, meta)
+        return meta
     except FileNotFoundError:
         how = os.path.basename(folder) if os.path.basename(folder) in ("stdlib", "fineweb-edu") else "--help"
         sys.exit(f"error: no data in {folder} (no meta.json): run python prepare_data.py {how}")
-    except ValueError as e:
-        sys.exit(f"error: {folder}/meta.json is damaged ({e}): make the data again with prepare_data.py --overwrite")
+    except (ValueError, LookupError, TypeError) as e:
+        sys.exit(f"error: {folder}/meta.json is damaged ({reason(e)}): make the data again with prepare_data.py --overwrite")
 
 
 class Tokens:
@@ -230,7 +234,7 @@ def plan(s, config):
     """The run as one sequence of updates. A place in it is all that a checkpoint needs to know of the schedule."""
     sets = sets_of(s)
     cycles = min(s.cycles, s.steps) if s.mode == "multilevel" else 0
-    # The control without coarsening takes as many FLOPs, not steps, as the paper's two halves: rounded as a running sum, so that
+    # The control without coarsening (full) takes as many FLOPs, not steps, as the paper's two halves: rounded as a running sum, so that
     # the whole coarse phase agrees to within half a step.
     halves = s.coarse_steps * (1 if s.in_turn else 2) * flops_per_token(config, s.n_layer // 2) / flops_per_token(config)
     coarse = 0
@@ -247,6 +251,11 @@ def plan(s, config):
 # Run folder: config.json, log.csv, ckpt.pt --------------------------------------------------------------------------------
 
 COLUMNS = ["level", "step", "tokens", "flops", "flops_blocks", "lr", "train_loss", "val_loss", "seconds"]
+
+
+def reason(e):
+    """An exception in one line."""
+    return f"{type(e).__name__}: {e}".strip(": \n").splitlines()[0][:120]
 
 
 def read_log(folder):
@@ -267,7 +276,7 @@ def write_whole(path, write):
     except (OSError, RuntimeError) as e:  # torch.save reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")
-        sys.exit(f"error: cannot write {path} (is the disk full? {str(e).splitlines()[0]}); "
+        sys.exit(f"error: cannot write {path} (is the disk full? {reason(e)}); "
                  + ("the checkpoint before it is kept: make room and go on with --resume" if os.path.exists(path) else "make room"))
 
 
@@ -276,14 +285,25 @@ def read_checkpoint(folder):
     path = os.path.join(folder, "ckpt.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or not {"count", "losses", "log_bytes", "config", "model", "optimizers"} <= state.keys():
-            raise ValueError("it is not one of train.py's")
+        if not {"count", "losses", "log_bytes", "config", "model", "optimizers"} <= state.keys():
+            raise ValueError("some of it is missing")
         return state
     except FileNotFoundError:
         return None
     except Exception as e:
-        sys.exit(f"error: cannot read the checkpoint {path} ({type(e).__name__}: {str(e).splitlines()[0][:120]}): "
-                 "put back a good copy, or start again with --overwrite")
+        sys.exit(f"error: {path} is damaged, or not a checkpoint of train.py ({type(e).__name__}): put back a good copy, or start again "
+                 "with --overwrite")
+
+
+def read_config(folder):
+    """config.json of a run: its settings, what its data were, the number of parameters and PyTorch's version."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            about = json.load(f)
+        return dict(about, settings=dict(about["settings"]), data=dict(about["data"]))
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        sys.exit(f"error: {path} is damaged or missing ({type(e).__name__}): put back a good copy, or start again with --overwrite")
 
 
 def open_run(s, given, meta):
@@ -293,14 +313,13 @@ def open_run(s, given, meta):
         if os.path.isdir(s.out) and os.listdir(s.out) and not s.overwrite and not s.resume:
             sys.exit(f"error: {s.out} exists: go on with it by --resume, replace it by --overwrite, or choose another --out")
         return s
+    old = read_config(s.out)
+    free = FREE | {"micro_batch"} & given  # which changes rounding only, and may have to when memory runs out
     try:
-        with open(path, encoding="utf-8") as f:
-            old = json.load(f)
-        free = FREE | {"micro_batch"} & given  # which changes rounding only, and may have to when memory runs out
         recorded = replace(s, **{k: v for k, v in old["settings"].items() if k not in free})
-        mode, data = old["settings"]["mode"], old["data"]
-    except (ValueError, KeyError, TypeError) as e:
-        sys.exit(f"error: {path} is damaged ({e}): start again with --overwrite")
+    except TypeError as e:
+        sys.exit(f"error: {path} is of another version of train.py ({reason(e)}): resume it with that, or start again with --overwrite")
+    mode, data = old["settings"].get("mode"), old["data"]
     wanted = set(PRESETS[s.preset]) | given if "preset" in given else given
     differ = [f"--mode {mode} (now {s.mode})"] * (mode != s.mode)
     differ += [f"--{k} {getattr(recorded, k)} (now {getattr(s, k)})" for k in sorted(wanted - FREE)
@@ -319,8 +338,8 @@ class Recorder:
 
     def __init__(self, s, state, updates, whole):
         self.s, self.updates, self.whole = s, updates, whole  # of how many updates and FLOPs the run consists
-        self.count = state["count"] if state else dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0,
-                                                               val_loss=math.inf)
+        fresh = dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0, val_loss=math.inf)
+        self.count = state["count"] if state else fresh
         self.losses = state["losses"] if state else []  # of the steps since the last row: floats, or tensors still on the device
         self.path, self.log_path = os.path.join(s.out, "ckpt.pt"), os.path.join(s.out, "log.csv")
         if RANK == 0:
@@ -538,9 +557,12 @@ def train(s, given):
     if state:
         if state["config"] != asdict(config):
             sys.exit(f"error: {s.out}/ckpt.pt holds a model of {state['config']}, not {asdict(config)}: resume it in its own folder")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
+        try:
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except Exception as e:
+            sys.exit(f"error: {s.out}/ckpt.pt is damaged ({reason(e)}): put back a good copy, or start again with --overwrite")
     parameters = sum(p.numel() for p in model.parameters())
     if RANK == 0 and not state:
         os.makedirs(s.out, exist_ok=True)
@@ -553,11 +575,16 @@ def train(s, given):
     count = record.count
     say(f"{s.out}: {s.mode}, {parameters:,} parameters, {len(tokens.shards)} shard(s) of {meta['tokenizer']} tokens, {s.device}, "
         f"{s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n"
-        f"{len(updates):,} updates, {whole:.3g} FLOPs" + (f", resumed after {count['position']:,} updates" if state else ""))
+        f"{len(updates):,} updates, {whole:.3g} FLOPs"
+        + (f", resumed after {count['position']:,} updates" if state else ", from the start: no checkpoint yet" * s.resume))
 
-    stopped_by = []  # a first SIGINT or SIGTERM lets the step end and saves; a second one kills
-    handlers = {n: signal.signal(n, lambda n, _: (stopped_by.append(n), signal.signal(n, signal.SIG_DFL)))
-                for n in (signal.SIGINT, signal.SIGTERM)}
+    stopped_by = []
+
+    def stop_soon(number, _):  # a first SIGINT or SIGTERM lets the step end and saves; a second one kills
+        stopped_by.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        say("stopping after this step (once more: at once)")
+    handlers = {n: signal.signal(n, stop_soon) for n in (signal.SIGINT, signal.SIGTERM)}
     if not state:
         record.row("fine", 0, val_loss=evaluate(s, model, held_out))
     todo = [] if count["val_loss"] <= s.target_loss else updates[count["position"]:]
@@ -590,6 +617,8 @@ def train(s, given):
             record.save(level, step, model, optimizers)
         if stop and not finished:
             say(f"stopped after {count['position']:,} of {len(updates):,} updates: the same command with --resume goes on")
+            if WORLD > 1:
+                dist.barrier()  # torchrun ends all ranks as soon as one has ended: not before rank 0 has saved
             sys.exit(128 + stop)
         if finished:
             break
@@ -631,7 +660,7 @@ def sample(model, s, tokenizer):
     torch.manual_seed(s.seed)
     ids = [tokenizer.eot_token, *tokenizer.encode_ordinary(s.prompt)]
     with torch.compiler.set_stance("force_eager"):  # its lengths vary, so compiled code would be made anew for each
-        out = model.generate(torch.tensor([ids], device=s.device), s.max_new_tokens, s.temperature, s.top_k or None)
+        out = model.generate(torch.tensor([ids], device=s.device), s.max_new_tokens, s.temperature, s.top_k)
     return tokenizer.decode(out[0, 1:].tolist())
 
 
@@ -639,8 +668,7 @@ def sample_from_folder(s):
     state = read_checkpoint(s.out)
     if state is None:
         sys.exit(f"error: no checkpoint in {s.out or '--out'}: name the folder of a run with --out")
-    with open(os.path.join(s.out, "config.json"), encoding="utf-8") as f:
-        about = json.load(f)
+    about = read_config(s.out)
     model = GPT(GPTConfig(**state["config"]))
     model.load_state_dict(state["model"])
     s = settle(replace(s, compile="off"), model.config)
@@ -669,22 +697,26 @@ def run(s, given):
 
 def main(argv=None):
     s, given = parse_settings(argv)
-    if s.mode == "sample":
-        return sample_from_folder(s)
     try:
-        run(s, given)
+        return sample_from_folder(s) if s.mode == "sample" else run(s, given)
+    except SystemExit as e:
+        what = e.code
+    except KeyboardInterrupt:  # outside of the loop, where there is nothing to save
+        what = 130
     except (RuntimeError, MemoryError) as e:
         if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):  # the last is a CPU's
             size = max(1, (s.micro_batch or s.batch_size // WORLD) // 2)
-            what = f"out of memory: --resume --micro_batch {size} goes on with the same batches in smaller pieces"
+            what = f"error: out of memory: --resume --micro_batch {size} goes on with the same batches in smaller pieces"
         elif WORLD > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e).lower()):
-            what = f"rank {RANK} of {WORLD} stops, since another has died or does not answer: go on from the checkpoint with --resume"
+            what = (f"error: rank {RANK} of {WORLD} stops, since another has died or does not answer: go on from the last checkpoint "
+                    "with --resume")
         else:
             raise
-        if WORLD == 1:
-            sys.exit(f"error: {what}")
-        print(f"error: {what}", file=sys.stderr, flush=True)
-        os._exit(1)  # at once: the threads that talk to the other ranks can abort an orderly exit
+    if WORLD == 1:
+        sys.exit(what)
+    if isinstance(what, str):
+        sys.stderr.write(what + "\n")  # at once, or the lines of several ranks run into each other
+    os._exit(1 if isinstance(what, str) else what)  # at once: the threads that talk to other ranks can abort an orderly exit
 
 
 if __name__ == "__main__":
