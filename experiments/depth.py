@@ -1,10 +1,11 @@
 """What a coarse step costs beside a fine one as the model gets deeper: FLOPs by the formula, and time on this machine.
 
-    python experiments/depth.py > experiments/results/depth.md
+    OMP_NUM_THREADS=1 python experiments/depth.py > experiments/results/paper-b1/depth.md
     python experiments/depth.py --batch 64 --dtype bfloat16 --compile        # on a GPU
 
 The head is not coarsened, so the ratio only falls from 0.85 to 0.61 between 6 and 48 layers of the paper's width. Times are
-medians of fine and coarse steps taken in turn, so that both see the same machine.
+medians of fine and coarse steps taken in turn, so that both see the same machine; with one thread they are the processor's time,
+which other work on the machine hardly changes.
 """
 
 import argparse
@@ -26,6 +27,10 @@ def ratios(config):
     return [flops_per_token(config, config.n_layer // 2, head) / flops_per_token(config, head=head) for head in (True, False)]
 
 
+def alone(device):
+    return device == "cpu" and torch.get_num_threads() == 1
+
+
 def times(config, device, dtype, batch, compiled, repeats):
     """Seconds of training steps (plain SGD) of the fine model and its first coarse model, in turn: two lists."""
     torch.manual_seed(1)
@@ -36,10 +41,11 @@ def times(config, device, dtype, batch, compiled, repeats):
     nets = [model, restrict(model, coarse_sets(config.n_layer)[0])]
     optimizers = [torch.optim.SGD(net.parameters(), 1e-3, fused=device == "cuda") for net in nets]
     x = torch.randint(config.vocab_size, (batch, config.block_size), device=device)
+    clock = time.process_time if alone(device) else time.perf_counter
     found = [[], []]
     for i in range(repeats + 2):  # the first two warm up
         for net, optimizer, spent in zip(nets, optimizers, found):
-            begin = time.perf_counter()
+            begin = clock()
             with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
                 loss = net(x, x)[1]
             loss.backward()
@@ -47,7 +53,7 @@ def times(config, device, dtype, batch, compiled, repeats):
             optimizer.zero_grad()
             loss.item()  # waits for the device
             if i > 1:
-                spent.append(time.perf_counter() - begin)
+                spent.append(clock() - begin)
     return found
 
 
@@ -61,7 +67,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"The paper's width, {args.batch} x 256 tokens, {device}, {args.dtype}, {'compiled' if args.compile else 'eager'}, "
-          f"{torch.get_num_threads()} thread(s), PyTorch {torch.__version__}; medians of {args.repeats} steps (quartiles).\n")
+          f"{torch.get_num_threads()} thread(s), PyTorch {torch.__version__}; medians of {args.repeats} steps (quartiles)"
+          + (", the processor's time.\n" if alone(device) else ".\n"))
     print("| layers | FLOPs, coarse over fine | blocks only | time, coarse over fine | fine step, ms | coarse step, ms |\n"
           "| --- | --- | --- | --- | --- | --- |")
     for n in args.layers:

@@ -3,6 +3,7 @@
     python experiments/study.py run --scale narrow --arms headline --seeds 1 2 3     # a study, or arms by name, or all
     python experiments/study.py keep --scale narrow          # thinned logs into experiments/results/, to be committed
     python experiments/study.py report --scale narrow        # tables and a figure from those (the figure wants matplotlib)
+    python experiments/study.py rates --scale paper          # what the sum of the rates alone would save; needs no run
 
 `run` starts several runs at once, skips what is finished and resumes what is not; flags it does not know go to train.py.
 `report` reads log.csv and config.json only. All scales follow the paper's schedule verbatim: 16,000 fine steps, 715 of warm-up,
@@ -289,13 +290,13 @@ def counting_table(runs):
     return markdown(*table)
 
 
-def rates_table(scale, vocab_size):
+def rates_table(scale):
     """What an arm would save if a weight cared for nothing but the sum of the rates it is trained with: the FLOPs at which that sum
     is what the single-level run's is at its end, for the mean block and for the embeddings. It takes no run."""
     table = [["arm", "saving, were the sum of a block's rates all that counts", "the embeddings'"]]
     for arm in (*STUDIES["headline"], *STUDIES["counting"]):
         s, _ = parse_settings([*SCALES[scale].split(), *ARMS[arm].split()])
-        config = GPTConfig(vocab_size, s.block_size, s.n_layer, s.n_head, s.n_embd)
+        config = GPTConfig(257 if scale == "narrow" else 50257, s.block_size, s.n_layer, s.n_head, s.n_embd)
         depth = [s.n_layer] + [len(keep) for keep in sets_of(s)]
         flops, blocks, embeddings = [0.0], [0.0], [0.0]
         for u in plan(s, config):
@@ -362,7 +363,7 @@ def report(args):
         "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
         "", *counting_table(runs), "",
         "A null model, without a network: what an arm would save if only the sum of the rates counted that a weight is trained with.",
-        "", *rates_table(args.scale, d["vocab_size"])])
+        "", *rates_table(args.scale)])
     print(text)
     with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as f:
         f.write(text + "\n")
@@ -374,7 +375,7 @@ def report(args):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("what", choices=("run", "keep", "report"))
+    parser.add_argument("what", choices=("run", "keep", "report", "rates"))
     parser.add_argument("--scale", choices=SCALES, default="narrow")
     parser.add_argument("--arms", nargs="+", choices=("all", *STUDIES, *ARMS), default=["headline"], metavar="ARM", help="of "
                         + ", ".join(ARMS) + f"; or a study: {', '.join(STUDIES)}, all")
@@ -387,7 +388,7 @@ def main(argv=None):
     if args.what != "run" and args.more:
         parser.error(f"unknown: {' '.join(args.more)}")
     args.arms = list(dict.fromkeys(a for name in args.arms for a in (ARMS if name == "all" else STUDIES.get(name, [name]))))
-    {"run": run, "keep": keep, "report": report}[args.what](args)
+    {"run": run, "keep": keep, "report": report, "rates": lambda args: print("\n".join(rates_table(args.scale)))}[args.what](args)
 
 
 if __name__ == "__main__":

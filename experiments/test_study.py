@@ -15,7 +15,7 @@ sys.path.insert(0, ROOT)
 import train  # noqa: E402
 from experiments import alignment, depth, study  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from multilevel import prolong, restrict  # noqa: E402
+from multilevel import restrict  # noqa: E402
 
 torch.set_num_threads(1)
 TINY = ("--n_embd 8 --n_head 2 --block_size 4 --batch_size 2 --steps 2 --warmup 1 --cycles 1 --coarse_steps 2 --eval_interval 1 "
@@ -47,7 +47,7 @@ def write(folder, rows, target_loss=0.0, steps=4):
     os.makedirs(folder)
     settings = dict(steps=steps, target_loss=target_loss, batch_size=1, block_size=4, data="data/x", device="cpu", dtype="float32",
                     eval_sequences=4)
-    about = dict(settings=settings, data=dict(tokenizer="bytes", vocab_size=257, train_tokens=200), parameters=100, torch="2")
+    about = dict(settings=settings, data=dict(tokenizer="bytes", train_tokens=200), parameters=100, torch="2")
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(about, f)
     with open(os.path.join(folder, "log.csv"), "w") as f:
@@ -129,7 +129,7 @@ def test_controls_as_the_baseline():
 
 def test_savings_of_the_sum_of_rates():
     """By hand: the single-level run sums to 1.2e-3 (716/2 + 15,285 (1 + 0.1) / 2); constant it takes 358 + 15,285 x 0.55 + 358 steps."""
-    lines, arms = study.rates_table("paper", 50257), ("single", "constant", "multilevel", "full", "full-blocks")
+    lines, arms = study.rates_table("paper"), ("single", "constant", "multilevel", "full", "full-blocks")
     table = {arm: [float(v.strip("%")) / 100 for k, v in cells(lines, arm).items() if k != "arm"] for arm in arms}
     assert table["single"] == [0, 0] and table["constant"] == pytest.approx([1 - (358 + 15285 * 0.55 + 357) / 16000] * 2, abs=1e-3)
     s = train.parse_settings([])[0]
@@ -374,12 +374,16 @@ def test_alignment_measures_a_run_and_leaves_it_alone(data, tmp_path, capsys):
     folds = alignment.read(tmp_path / "a", "prolongation.csv", alignment.PROLONGATIONS[:2])
     after = {(r["level"], r["step"]): r["val_loss"] for r in plain}
     assert len(folds) == 4 and all(f["fine_after"] == after[f["level"], f["step"]] != f["fine_before"] for f in folds)
+    with open(tmp_path / "a" / "prolongation.csv", "a") as f:  # as a run that was resumed measures it once more
+        f.write("prolong2,8,3.0,2.0,1.0\n")
+    again = alignment.read(tmp_path / "a", "prolongation.csv", alignment.PROLONGATIONS[:2])
+    assert again[:3] == folds[:3] and again[3:] == [dict(level="prolong2", step=8, fine_before=3, fine_after=2, coarse=1)]
     text = (tmp_path / "a" / "report.md").read_text()
     assert text.strip() in capsys.readouterr().out and "| prolong2 | 2 |" in text
 
 
 def test_loss_before_a_prolongation(data, tmp_path):
-    """With delta = 0 a prolongation changes nothing, so before is after; with delta = 1 of a hand-made step it is not."""
+    """With delta = 0 a prolongation changes nothing: before is after."""
     flags = [*TINY, "--data", data, "--delta", "0", "--lr", "0.5"]
     alignment.measure([*flags, "--out", str(tmp_path / "run")], str(tmp_path / "a"), sequences=2)
     folds = alignment.read(tmp_path / "a", "prolongation.csv", alignment.PROLONGATIONS[:2])
