@@ -59,7 +59,7 @@ class Threads(Messages):
         self.queues[self.rank, to].put((x, self.clock))
 
     def receive(self, like, source):
-        x, sent_at = self.queues[source, self.rank].get(timeout=60)
+        x, sent_at = self.queues[source, self.rank].get(timeout=600)
         self.clock = max(self.clock, sent_at)
         return x
 

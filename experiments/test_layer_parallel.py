@@ -312,16 +312,16 @@ def test_rank_that_dies_ends_the_run_with_a_message(data, tmp_path):
         port = str(s.getsockname()[1])
     where = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
     command = [sys.executable, script.__file__, "train", f"--data={data}", f"--out={tmp_path}/two", *MODEL, *LAYERS, "--threads=1",
-               "--schedule=constant", "--timeout=60"]
+               "--schedule=constant", "--timeout=300"]
     ranks = [subprocess.Popen([*command, "--steps=1000000"], env=dict(where, RANK=rank), stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True) for rank in "01"]
     try:
         begin = time.time()
         while not (os.path.exists(f"{tmp_path}/two/log.csv") and len(core.read_log(f"{tmp_path}/two")) > 13):
-            assert ranks[0].poll() is None and time.time() < begin + 60
+            assert ranks[0].poll() is None and time.time() < begin + 300
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGKILL)
-        said, _ = ranks[0].communicate(timeout=20)
+        said, _ = ranks[0].communicate(timeout=120)
     finally:
         for rank in ranks:
             rank.kill()

@@ -196,17 +196,18 @@ def bench(s, ls, steps=7):
     optimizer = make_optimizer(s, engine.mine)
     batch = torch.randint(256, (s.batch_size, s.block_size + 1), device=s.device)
     iterations, threads = (ls.iterations, ls.adjoint_iterations), ls.threads or 1
-    for solver, n in ((None, 1), (None, 2), (iterations, 1)) if WORLD == 1 else ((None, threads), (iterations, threads)):
-        torch.set_num_threads(n)
-        seconds = []
-        for _ in range(2 + steps):
+    seconds = {way: [] for way in ([(None, 1), (None, 2), (iterations, 1)] if WORLD == 1 else [(None, threads), (iterations, threads)])}
+    for _ in range(2 + steps):
+        for solver, n in seconds:  # in turn, so that they see the same machine
+            torch.set_num_threads(n)
             add_over_ranks(torch.zeros(1, device=s.device))  # all ranks start together
             begin = time.perf_counter()
             add_over_ranks(take_step(s, engine, optimizer, batch, solver)[0])  # and end together
-            seconds.append(time.perf_counter() - begin)
+            seconds[solver, n].append(time.perf_counter() - begin)
+    for (solver, n), taken in seconds.items():
         say(f"{s.n_layer} layers, width {s.n_embd}, {s.batch_size} x {s.block_size} tokens | {WORLD} process(es) of {n} thread(s) | "
-            f"{f'MGRIT {solver}' if solver else 'serial':>12} | median {statistics.median(seconds[2:]):.3f} s a step, fastest "
-            f"{min(seconds[2:]):.3f} s")
+            f"{f'MGRIT {solver}' if solver else 'serial':>12} | median {statistics.median(taken[2:]):.3f} s a step, fastest "
+            f"{min(taken[2:]):.3f} s")
 
 
 def parse(argv):
