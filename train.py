@@ -61,7 +61,7 @@ class Settings:
     min_lr: float = 1.2e-4           # fine rate at the end of the cosine
     warmup: int = 715                # steps of linear warm-up
     optimizer: str = "sgd"           # sgd or adamw, at every level
-    momentum: float = 0.0            # sgd's momentum, or adamw's beta1
+    momentum: float = 0.0            # sgd's momentum, or adamw's beta1 (which is 0.9 if this is 0)
     weight_decay: float = 0.0        # at every level
     grad_clip: float = 0.0           # largest norm of a gradient, at every level; 0: no clipping
     # the coarse levels
