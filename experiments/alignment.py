@@ -147,12 +147,14 @@ def figure(at, points, nets, folds, path):
             left.plot(range(len(points)), [at[*point, net, part]["cosine"] for point in points], color=colour, ls=style, marker=".",
                       label=f"{net}, {'shared blocks' if part == 'blocks' else 'token embedding'}")
     left.set_xticks(range(len(points)), [f"{level} {step:.0f}" for level, step in points], rotation=90, fontsize=7)
+    left.set_ylim(-1, 1.05)
     left.set_ylabel("cosine with the fine gradient")
-    left.legend(frameon=False, fontsize=7)
-    for key, style, label in (("fine_before", "o", "fine, before"), ("fine_after", "x", "fine, after"), ("coarse", ".", "coarse model")):
-        right.plot(range(1, len(folds) + 1), [row[key] for row in folds], style, ms=4, label=label)
+    left.legend(frameon=False, fontsize=7, loc="lower left")
+    for key, style, label in (("fine_after", "x", "fine model, after prolongation"), ("coarse", ".", "coarse model just trained")):
+        right.plot(range(1, len(folds) + 1), [row[key] - row["fine_before"] for row in folds], style, ms=4, label=label)
+    right.axhline(0, color="0.6", lw=0.7, ls=":")
     right.set_xlabel("prolongation")
-    right.set_ylabel("held-out loss (nats a token)")
+    right.set_ylabel("held-out loss minus that of the\nfine model before (nats a token)")
     right.legend(frameon=False)
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
