@@ -139,7 +139,7 @@ def run(args):
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = str(place % gpus)
         else:
-            env["OMP_NUM_THREADS"] = str(max(1, cores // jobs))
+            env.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))
         os.makedirs(folder, exist_ok=True)
         began = time.time()
         with open(folder + ".txt", "a") as out:

@@ -298,8 +298,12 @@ def test_runner_says_what_failed_and_goes_on(machine, tmp_path):
 
 def test_runner_shares_out_cores_and_gpus(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    study.main(["run", "--arms", "single", "full", "--out", str(tmp_path / "a"), "--jobs", "2"])
-    assert [env["OMP_NUM_THREADS"] for *_, env in machine.calls] == ["4", "4"]
+    for given, wanted in ((None, "4"), ("1", "1")):  # a number of threads that is asked for stays
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        study.main(["run", "--arms", "single", "--out", str(tmp_path / "a"), "--jobs", "2"])
+        assert machine.calls[-1][2]["OMP_NUM_THREADS"] == wanted
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     study.main(["run", "--arms", "headline", "--out", str(tmp_path / "b")])
     assert {env["CUDA_VISIBLE_DEVICES"] for *_, env in machine.calls[2:]} <= {"0", "1"} and len(machine.calls) == 6
