@@ -271,8 +271,8 @@ def squared(xs, ys=None):
 
 def convergence_factor(squares, k):
     """The mean factor by which iterations k+1 to 2k reduced the residual, from mgrit's sums of squares added over the ranks.
-    0 where k iterations have left nothing but rounding."""
+    0 where 2k iterations leave nothing but rounding, which says no more of how fast they went."""
     before, after = math.sqrt(squares[k]), math.sqrt(squares[2 * k])
-    if before <= 10 * torch.finfo(squares.dtype).eps * math.sqrt(squares[-1]):
+    if after <= 10 * torch.finfo(squares.dtype).eps * math.sqrt(squares[-1]):
         return 0.0
     return (after / before) ** (1 / k)

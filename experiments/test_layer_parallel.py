@@ -200,12 +200,13 @@ def test_iterates_are_those_of_the_two_level_theory(c, relax):
         for n, block in enumerate(model.blocks):  # the gradient of x + A x is lambda_{n+1} x_n^T
             np.testing.assert_allclose(block.A.grad, want[n + 1] @ rows(engine.x[n]).T, rtol=1e-9, atol=1e-12)
         if k == 2:  # what a check after 1 iteration sees
-            assert math.isclose(convergence_factor(squares, 1), math.sqrt(squares[2] / squares[1]))
+            assert math.isclose(convergence_factor(squares, 1), math.sqrt(squares[2] / squares[1]), abs_tol=1e-12)
 
 
 def test_convergence_factor():
     assert convergence_factor(torch.tensor([1.0, 0.5, 0.04, 0.3, 0.0064, 9.0]), 2) == pytest.approx(math.sqrt(0.4))
     assert convergence_factor(torch.tensor([1.0, 1e-20, 1e-20, 1.0]), 1) == 0  # rounding against rounding
+    assert convergence_factor(torch.tensor([1.0, 1e-4, 1e-11, 1e-13, 1e-13, 1.0]), 2) == 0  # something against rounding
 
 
 # Processes ----------------------------------------------------------------------------------------------------------------
@@ -299,9 +300,7 @@ def test_control_switches_refines_or_watches(data, tmp_path):
     assert [f is not None and f > 0 for f in column(watch, "forward_factor")[1:]] == [False, False, True] * 4
     assert column(off, "forward_factor") == [None] * 13
     assert column(switch, "level")[1:] == ["mgrit"] * 3 + ["serial"] * 9
-    assert column(refine, "adjoint_iterations")[1:] == [1, 1, 2, 2, 2, 4, 4, 4, 8, 4, 4, 8]  # 4 leave nothing but rounding
-    refine3 = run(data, f"{tmp_path}/refine3", "--n_layer=8", "--check_interval=3", "--threshold=1e-9", "--control=refine")
-    assert column(refine3, "adjoint_iterations")[1:] == [1, 1, 2, 2, 2, 4, 3, 3, 6, 3, 3, 6]  # 3 are exact: no more than that
+    assert column(refine, "adjoint_iterations")[1:] == [1, 1, 2, 2, 2, 4, 2, 2, 4, 2, 2, 4]  # 4 leave nothing but rounding
     assert column(switch, "train_loss")[1:4] == column(watch, "train_loss")[1:4] == column(refine, "train_loss")[1:4]
 
 

@@ -145,7 +145,7 @@ def train(s, ls):
             if any(rough) and ls.control == "switch":
                 iterations = None
             elif any(rough) and ls.control == "refine":  # keep what the check has just tried, where one iteration was too rough
-                iterations = tuple(min(2 * k, engine.exact_after) if r else k for k, r in zip(iterations, rough))
+                iterations = tuple(2 * k if r else k for k, r in zip(iterations, rough))
             if any(rough) and ls.control != "watch":
                 say(f"step {done}: convergence factors {factors[0]:.3f} forward and {factors[1]:.3f} adjoint, from here on "
                     + (f"{iterations} iterations" if iterations else "serial"))
