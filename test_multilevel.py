@@ -749,7 +749,7 @@ def test_data_rows_api_that_fails_for_good(tmp_path, api):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_data_stopped_and_resumed_is_as_never_stopped(tmp_path, api, number):
-    api.total, api.delay, folder = 6000, 0.4, tmp_path / "fineweb-edu"
+    api.total, api.delay, folder = 12_000, 0.4, tmp_path / "fineweb-edu"  # 6 seconds, with a save every 2
     more = ["--shard_tokens", "20k"]
     process = subprocess.Popen([sys.executable, os.path.join(HERE, "prepare_data.py"), *api.source, *more, "--out",
                                 str(tmp_path), "--tokenizer", "bytes"], stderr=subprocess.PIPE, text=True)
@@ -766,7 +766,7 @@ def test_data_stopped_and_resumed_is_as_never_stopped(tmp_path, api, number):
     prepare(tmp_path, *api.source, *more)
     assert min(first for first, _ in api.asked) >= rows_in_them - 1 > 100 and not list(folder.glob("*.part"))
     assert all(f.stat().st_mtime_ns == then for f, then in finished.items())
-    assert tokens_in(folder) == by_hand(map(text_of, range(6000)))
+    assert tokens_in(folder) == by_hand(map(text_of, range(12_000)))
     prepare(tmp_path / "undisturbed", *api.source, *more)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == {
         f.name: f.read_bytes() for f in (tmp_path / "undisturbed" / "fineweb-edu").iterdir()}
