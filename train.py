@@ -464,6 +464,17 @@ def make_optimizer(s, net):
     return torch.optim.SGD(net.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=fused)
 
 
+def make_levels(s, config, sets):
+    """The levels: the fine model and its coarse models, which are views of it; each one's own optimizer; and AverageGradients."""
+    torch.manual_seed(s.seed)  # the weights are drawn on the CPU, so that they are the same on any device
+    model = GPT(config).to(s.device)
+    nets = [model] + [restrict(model, keep) for keep in sets]
+    if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
+        for part in (*model.blocks, model.head):
+            part.compile(dynamic=False)
+    return nets, [make_optimizer(s, net) for net in nets], AverageGradients(model)
+
+
 def make_batches(s, tokens, updates):
     """Yields (x, y) of this rank for each update, made and sent to the device one step ahead of their use."""
     n = s.batch_size // WORLD
@@ -541,15 +552,8 @@ def train(s, given):
             sys.exit(f"error: the ranks see different checkpoints in {s.out}: all hosts must see the same folder")
     held_out = held_out.to(s.device)
 
-    # The levels: the fine model, then its coarse models, which are views of it. Each has its own optimizer.
-    torch.manual_seed(s.seed)  # the weights are drawn on the CPU, so that they are the same on any device
-    model = GPT(config).to(s.device)
-    nets = [model] + [restrict(model, keep) for keep in sets]
-    optimizers = [make_optimizer(s, net) for net in nets]
-    average = AverageGradients(model)
-    if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
-        for part in (*model.blocks, model.head):
-            part.compile(dynamic=False)
+    nets, optimizers, average = make_levels(s, config, sets)
+    model = nets[0]
     updates = list(plan(s, config))
     batch_tokens = s.batch_size * s.block_size
     cost, cost_blocks = ([s.flop_factor * batch_tokens * flops_per_token(config, len(net.blocks), head) for net in nets]
@@ -689,8 +693,8 @@ def run(s, given):
         done.append(train(replace(s, mode=mode, out=s.out if s.out and s.mode != "both" else f"{out}/{mode}"), given))
         s = replace(s, **{k: getattr(done[0][1], k) for k in ("device", "dtype", "compile")})  # the second settles as the first
     if RANK == 0 and s.mode == "both":
+        tokenizer = get_tokenizer(read_meta(done[0][1].data)["tokenizer"])
         for model, settings in done:
-            tokenizer = get_tokenizer(read_meta(settings.data)["tokenizer"])
             say(f"\n--- a sample of the {settings.mode} run\n{sample(model, settings, tokenizer)}")
         say("\n" + "\n".join(headline(*(read_log(settings.out) for _, settings in done))))
     if WORLD > 1:

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 USERS_THP = os.environ.get("THP_MEM_ALLOC_ENABLE")  # train.py sets it, a plain loop does not
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import train  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, prolong, restrict  # noqa: E402
-from train import AverageGradients, Tokens, Update, make_batches, make_optimizer, sets_of, settle, take_step  # noqa: E402
+from train import Tokens, Update, make_batches, make_levels, sets_of, settle, take_step  # noqa: E402
 
 
 def plain_step(model, optimizer, x, y):
@@ -76,15 +76,9 @@ def work(name, s, config, folder, seconds, pipe):
     begin = time.perf_counter()
     s = settle(s, config)
     first = time.perf_counter() - begin
-    torch.manual_seed(s.seed)
-    model = GPT(config).to(s.device)
     sets = sets_of(s)
-    nets = [model] + [restrict(model, keep) for keep in sets]
-    optimizers = [make_optimizer(s, net) for net in nets]
-    average = AverageGradients(model)
-    if s.compile == "on":  # as train() does
-        for part in (*model.blocks, model.head):
-            part.compile(dynamic=False)
+    nets, optimizers, average = make_levels(s, config, sets)
+    model = nets[0]
     tokens = Tokens(folder, "train", s.block_size, config.vocab_size)
     batches = make_batches(s, tokens, (Update(0, k, False) for k in itertools.count()))
     steps = [lambda x, y, at=at: take_step(s, nets[at], optimizers[at], average, x, y) for at in range(len(nets))]
