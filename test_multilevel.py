@@ -4,6 +4,7 @@ Each test holds the code against an authority outside it: the paper's formulas w
 autograd, a run that was never stopped, the bytes of the text, a server that misbehaves.
 """
 
+import contextlib
 import csv
 import email.utils
 import glob
@@ -22,12 +23,15 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import MagicMock
 from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import prepare_data
@@ -434,6 +438,63 @@ def test_micro_batches_change_nothing_but_rounding(data, tmp_path):
     assert [r["val_loss"] for r in a if r["val_loss"]] == pytest.approx([r["val_loss"] for r in b if r["val_loss"]], rel=1e-5)
 
 
+class Recording(TorchDispatchMode):
+    """What a CUDA graph is, on the CPU: a list of operations on fixed tensors, whatever is a number in them fixed as well. Capturing
+    leaves all tensors as they were; asking for a value on the host fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.before = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a value"
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.alias_info and argument.alias_info.is_write:
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    self.before.setdefault(id(tensor), (tensor, tensor.clone()))
+        self.operations.append((func, args, kwargs or {}, func(*args, **kwargs or {})))
+        return self.operations[-1][-1]
+
+    @contextlib.contextmanager
+    def capture(self, capture_error_mode):
+        with self:
+            yield
+        with torch.no_grad():
+            for tensor, value in self.before.values():
+                tensor.copy_(value)
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, old in self.operations:
+            for tensor, value in zip(*(pytree.tree_leaves(out) for out in (old, func(*args, **kwargs)))):
+                if torch.is_tensor(tensor) and tensor.data_ptr() != value.data_ptr():
+                    tensor.copy_(value)
+
+
+@pytest.mark.parametrize("more", [["--lr", "0.125"], ["--optimizer", "adamw", "--lr", "0.01", "--micro_batch", "3", "--grad_clip", "0.5"],
+                                  ["--optimizer", "adamw", "--lr", "0.01", "--keep_coarse_state", "--save_seconds", "60"]])
+def test_a_step_replayed_as_a_graph_is_the_same_step(data, tmp_path, monkeypatch, more):
+    make_optimizer, prolong, graphs = train.make_optimizer, train.prolong, []
+    monkeypatch.setattr(train, "settle", lambda s, config: train.replace(s, device="cpu", dtype="float32"))
+    monkeypatch.setattr(train, "make_optimizer", lambda s, net: make_optimizer(train.replace(s, device="cuda"), net))  # the fused one
+    for name, stand_in in dict(CUDAGraph=lambda: graphs.append(Recording()) or graphs[-1], graph=Recording.capture,
+                               **dict.fromkeys(("Stream", "stream", "current_stream"), lambda *_: MagicMock())).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    run(data, tmp_path / "steps", *more)
+    assert not graphs
+    with torch.compiler.set_stance("force_eager"):
+        with monkeypatch.context() as patched:
+            left = iter(range(4))
+            patched.setattr(train, "prolong", lambda *args: [next(left), prolong(*args)])
+            with pytest.raises(StopIteration):
+                run(data, tmp_path / "graph", *more, "--compile", "graph")
+        run(data, tmp_path / "graph", *more, "--compile", "graph", "--resume")
+    assert len(graphs) == (6 if "60" in more else 5)  # three a run, but for coarse1 with a single step left where it was saved
+    logs = [[[float(cell or 0) for cell in row[1:]] for row in log_of(tmp_path / name)[1:]] for name in ("graph", "steps")]
+    assert len(logs[0]) == len(logs[1]) > 20
+    assert all(a == pytest.approx(b, rel=1e-6) for a, b in zip(*logs))  # the rate on the device is a float32
+
+
 @pytest.mark.parametrize("optimizer", [[], ["--optimizer", "adamw", "--lr", "0.01", "--keep_coarse_state"]])
 def test_resuming_after_sigterm_and_kill_9_equals_the_run_that_was_never_stopped(data, tmp_path, optimizer):
     run(data, tmp_path / "whole", *optimizer)
@@ -511,6 +572,7 @@ def test_bad_settings_and_data_end_in_one_clear_line(data, tmp_path, capfd):
         Path(bad, "meta.json").write_bytes(damaged)
         assert "meta.json is damaged" in one_line(capfd, 1, "--data", bad, "--out", tmp_path / "new")
     assert "the val split" in one_line(capfd, 1, "--data", make_data(tmp_path / "short", val_tokens=20), "--out", tmp_path / "new")
+    assert "one process on CUDA, not 1 on cpu" in one_line(capfd, 1, *out, "--compile", "graph")
     if not torch.cuda.is_available():
         assert "no cuda" in one_line(capfd, 1, *out, "--device", "cuda")
 

@@ -24,6 +24,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 # For the CPU, and before torch is there to read them; what you set yourself is left alone. Large pages for large tensors: a step spends up
@@ -87,7 +88,7 @@ class Settings:
     # the machine
     device: str = "auto"             # cuda, mps or cpu; auto: the first of them that is there
     dtype: str = "auto"              # float32 or bfloat16 (mixed precision); auto: bfloat16 where it is the faster one
-    compile: str = "auto"            # on or off; auto: on where the run is long enough to earn the compiling back
+    compile: str = "auto"            # on, off, or graph (on, and one CUDA graph a step); auto: on where a run is long enough for it
     # for --mode sample, and at the end of --mode both
     prompt: str = ""                 # text to continue; by default the model starts a document
     max_new_tokens: int = 200        # length of a sample
@@ -105,7 +106,7 @@ FREE = {"mode", "preset", "out", "resume", "overwrite", "save_seconds", "target_
         "top_k"}
 CHOICES = {"mode": ("single", "multilevel", "both", "sample"), "preset": tuple(PRESETS), "schedule": ("cosine", "constant"),
            "optimizer": ("sgd", "adamw"), "kind": ("alternate", "stride", "random", "permuted", "full"),
-           "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "on", "off")}
+           "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "on", "off", "graph")}
 
 
 def parse_settings(argv):
@@ -126,6 +127,9 @@ def parse_settings(argv):
     return replace(s, coarse_lr=s.coarse_lr or s.lr), set(given)
 
 
+COMPILED = {"off": "eager", "on": "compiled", "graph": "compiled, one CUDA graph a step"}
+
+
 def settle(s, config):
     """Decides device, dtype and compile where they are `auto`, says what was decided, and never changes it later."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -141,12 +145,14 @@ def settle(s, config):
     if compiled == "auto":  # two CPU cores take 20 seconds, earned back after 1.4e13 FLOPs at width 64 as at 256 (experiments/bench.py)
         work = s.flop_factor * s.steps * s.batch_size * s.block_size * flops_per_token(config)
         compiled = "on" if device != "mps" and work > (1e15 if device == "cuda" else 1.5e13) else "off"  # for CUDA a guess
-    if compiled == "on":
+    if compiled == "graph" and (device != "cuda" or WORLD > 1):
+        sys.exit(f"error: --compile graph is for one process on CUDA, not {WORLD} on {device}: use --compile on")
+    if compiled != "off":
         try:
             torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
         except Exception as e:
-            if s.compile == "on":
-                sys.exit(f"error: --compile on: torch.compile fails here ({reason(e)}): use --compile off")
+            if s.compile != "auto":
+                sys.exit(f"error: --compile {compiled}: torch.compile fails here ({reason(e)}): use --compile off")
             say("torch.compile fails here (is there a C++ compiler?): running eagerly")
             compiled = "off"
     return replace(s, device=device, dtype=dtype, compile=compiled)
@@ -460,19 +466,53 @@ class AverageGradients:
 def make_optimizer(s, net):
     fused = s.device == "cuda"  # one kernel for all parameters
     if s.optimizer == "adamw":
-        return torch.optim.AdamW(net.parameters(), s.lr, betas=(s.momentum or 0.9, 0.95), weight_decay=s.weight_decay, fused=fused)
+        return torch.optim.AdamW(net.parameters(), s.lr, betas=(s.momentum or 0.9, 0.95), weight_decay=s.weight_decay, fused=fused,
+                                 capturable=s.compile == "graph")
     return torch.optim.SGD(net.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=fused)
 
 
 def make_levels(s, config, sets):
-    """The levels: the fine model and its coarse models, which are views of it; each one's own optimizer; and AverageGradients."""
+    """The levels, the fine model and then its coarse models, which are views of it. Returns three lists: the models, each one's own
+    optimizer, and its step, which is take_step for that level."""
     torch.manual_seed(s.seed)  # the weights are drawn on the CPU, so that they are the same on any device
     model = GPT(config).to(s.device)
     nets = [model] + [restrict(model, keep) for keep in sets]
-    if s.compile == "on":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
+    if s.compile != "off":  # part by part: all blocks of all levels run the same compiled code, so three networks compile as one
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
-    return nets, [make_optimizer(s, net) for net in nets], AverageGradients(model)
+    optimizers, average = [make_optimizer(s, net) for net in nets], AverageGradients(model)
+    steps = [partial(take_step, s, net, optimizer, average) for net, optimizer in zip(nets, optimizers)]
+    return nets, optimizers, [as_cuda_graph(step) for step in steps] if s.compile == "graph" else steps
+
+
+def as_cuda_graph(step):
+    """The fast path for a narrow model on a fast GPU, where launching a step's hundreds of kernels can take longer than running them:
+    the first call runs step(lr, x, y) as ever, the second captures it as one CUDA graph, and from then on that is replayed.
+
+    A graph reads and writes the same memory each time. So the rate and the batch are copied to where it reads them, the loss from where
+    it leaves it, and nothing that it uses may be made anew: weights and optimizer states only ever change in place.
+    """
+    graph = places = loss = None
+
+    def call(lr, x, y):
+        nonlocal graph, places, loss
+        if places is None:  # compiling, and making the optimizer's state; on another stream, as capturing wants it
+            places, side = (torch.tensor(lr, device=x.device), x.clone(), y.clone()), torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = step(*places)
+            torch.cuda.current_stream().wait_stream(side)
+            return loss
+        places[0].fill_(lr)
+        places[1].copy_(x)
+        places[2].copy_(y)
+        if graph is None:  # capturing records the kernels and runs none; meanwhile another thread may prepare the next batch
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                loss = step(*places)
+        graph.replay()
+        return loss.clone()
+    return call
 
 
 def make_batches(s, tokens, updates):
@@ -496,8 +536,9 @@ def autocast(s):
     return torch.autocast(s.device, torch.bfloat16, enabled=s.dtype == "bfloat16")
 
 
-def take_step(s, net, optimizer, average, x, y):
-    """One optimizer step on the batch x, y: int64 (B, T). Returns this rank's mean loss as a tensor, without waiting for it."""
+def take_step(s, net, optimizer, average, lr, x, y):
+    """One optimizer step with rate lr on the batch x, y: int64 (B, T). Returns this rank's mean loss as a tensor, without waiting for
+    it."""
     total, size = 0, s.micro_batch or len(x)
     for begin in range(0, len(x), size):
         xs, ys = x[begin:begin + size], y[begin:begin + size]
@@ -509,6 +550,8 @@ def take_step(s, net, optimizer, average, x, y):
     average.finish()
     if s.grad_clip:
         torch.nn.utils.clip_grad_norm_(net.parameters(), s.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
@@ -552,7 +595,7 @@ def train(s, given):
             sys.exit(f"error: the ranks see different checkpoints in {s.out}: all hosts must see the same folder")
     held_out = held_out.to(s.device)
 
-    nets, optimizers, average = make_levels(s, config, sets)
+    nets, optimizers, steps = make_levels(s, config, sets)
     model = nets[0]
     updates = list(plan(s, config))
     batch_tokens = s.batch_size * s.block_size
@@ -581,7 +624,7 @@ def train(s, given):
     record = Recorder(s, state, len(updates), whole)
     count = record.count
     say(f"{s.out}: {s.mode}, {parameters:,} parameters, {len(tokens.shards)} shard(s) of {meta['tokenizer']} tokens, {s.device}, "
-        f"{s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n"
+        f"{s.dtype}, {COMPILED[s.compile]}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n"
         f"{len(updates):,} updates, {whole:.3g} FLOPs"
         + (f", resumed after {count['position']:,} updates" if state else ", from the start: no checkpoint yet" * s.resume))
 
@@ -598,9 +641,7 @@ def train(s, given):
     for u, (x, y) in zip(todo, make_batches(s, tokens, todo)):
         level, step = f"coarse{u.level}" if u.level else "fine", u.step + 1
         lr = s.coarse_lr if u.level else fine_lr(s, u.step)
-        for group in optimizers[u.level].param_groups:
-            group["lr"] = lr
-        record.losses.append(take_step(s, nets[u.level], optimizers[u.level], average, x, y))
+        record.losses.append(steps[u.level](lr, x, y))
         for key, more in dict(position=1, tokens=batch_tokens, flops=cost[u.level], flops_blocks=cost_blocks[u.level]).items():
             count[key] += more
 
@@ -612,7 +653,9 @@ def train(s, given):
         if u.level and u.last:
             prolong(model, sets[u.level - 1], s.delta)
             if not s.keep_coarse_state:
-                optimizers[u.level] = make_optimizer(s, nets[u.level])
+                for values in optimizers[u.level].state.values():  # to what a new optimizer starts from, in place (as_cuda_graph)
+                    for value in values.values():
+                        value.zero_()
             val_loss = evaluate(s, model, held_out)
             record.row(f"prolong{u.level}", step, val_loss=val_loss)
 
