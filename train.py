@@ -729,7 +729,9 @@ def run(s, given):
     """The run or the two runs of s.mode, and what there is to say after both."""
     if WORLD > 1:
         if s.device in ("auto", "cuda") and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            if (local := int(os.environ["LOCAL_RANK"])) >= (cards := torch.cuda.device_count()):
+                sys.exit(f"error: no GPU for rank {RANK}: this host has {cards}, so start it with --nproc_per_node={cards}")
+            torch.cuda.set_device(local)
         dist.init_process_group()
     out, done = s.out or f"out/{s.preset}", []
     for mode in ("single", "multilevel") if s.mode == "both" else (s.mode,):

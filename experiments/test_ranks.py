@@ -137,3 +137,12 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(data, tmp_path, monkeypa
     with pytest.raises(SystemExit, match="^error: --batch_size 3 is not divisible by 2 ranks$"):
         train.train(*train.parse_settings([*RUN, "--data", data, "--out", str(tmp_path / "out"), "--batch_size", "3"]))
     assert not (tmp_path / "out").exists()
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    for where, name, value in ((train, "WORLD", 2), (train, "RANK", 1), (torch.cuda, "is_available", lambda: True),
+                               (torch.cuda, "device_count", lambda: 1)):
+        monkeypatch.setattr(where, name, value)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match="^error: no GPU for rank 1: this host has 1, so start it with --nproc_per_node=1$"):
+        train.run(*train.parse_settings([]))
