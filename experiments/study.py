@@ -220,11 +220,11 @@ def saving(rows, base_rows, target_rows=None, curve=evaluations, column="flops")
 
 
 def load(root, scale):
-    """{arm: {seed: Run}} below root/scale, finished or not."""
+    """{arm: {seed: Run}} of the finished runs below root/scale: one that is still under way has no lowest loss yet."""
     runs, folder = {}, os.path.join(root, scale)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         arm, _, seed = name.rpartition("-seed")
-        if arm in ARMS and (found := read_run(os.path.join(folder, name))):
+        if arm in ARMS and (found := read_run(os.path.join(folder, name))) and found.finished:
             runs.setdefault(arm, {})[int(seed)] = found
     return runs
 
