@@ -211,12 +211,12 @@ def smooth(rows, column="flops", window=WINDOW):
     return found
 
 
-def saving(rows, base_rows, target_rows=None, curve=evaluations, column="flops"):
-    """1 - FLOPs of rows / FLOPs of base_rows, each to first reach the lowest loss of target_rows (default: of base_rows).
-    None if either never does."""
-    target = min(curve(target_rows or base_rows, column)[1], default=0)
+def saving(rows, base_rows, target_rows=None, curve=evaluations, column="flops", above=0.0):
+    """1 - FLOPs of rows / FLOPs of base_rows, each to first reach the lowest loss of target_rows (default: of base_rows), or one
+    that is `above` nats higher. None if either never does, or if base_rows starts there."""
+    target = min(curve(target_rows or base_rows, column)[1], default=0) + above
     reached, spent = (flops_to_reach(*curve(r, column), target) for r in (rows, base_rows))
-    return None if reached is None or spent is None else 1 - reached / spent
+    return 1 - reached / spent if reached is not None and spent else None
 
 
 def load(root, scale):
@@ -276,6 +276,14 @@ def controls_table(runs):
                           spread([saving(*log) for log in whole], True),
                           spread([min(evaluations(ours)[1]) - min(evaluations(theirs)[1]) for ours, theirs in whole])])
     return markdown(*table)
+
+
+def targets_table(runs):
+    """The main arms' savings to losses above the single-level run's lowest one."""
+    arms, table = [arm for arm in STUDIES["headline"] if arm != "single" and arm in runs], []
+    for above in (0.6, 0.4, 0.2, 0.1, 0.05, 0.0):
+        table.append([f"{above}", *(spread([saving(*pair, above=above) for pair in paired(runs, arm, "single")[1]], True) for arm in arms)])
+    return markdown(["nats above the lowest single-level loss", *arms], *table)
 
 
 def counting_table(runs):
@@ -360,6 +368,8 @@ def report(args):
         "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline. A negative "
         "difference: the multilevel run's loss is lower.",
         "", *controls_table(runs), "",
+        "Savings to higher losses than the single-level run's lowest one, that is to those of shorter runs, all FLOPs counted:",
+        "", *targets_table(runs), "",
         "A training step is a number of forward passes, the same at every level. Another number scales all FLOPs alike and cancels:",
         "", *counting_table(runs), "",
         "A null model, without a network: what an arm would save if only the sum of the rates counted that a weight is trained with.",

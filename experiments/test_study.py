@@ -77,7 +77,8 @@ def test_saving_interpolates_between_evaluations():
     assert study.saving(slower, SINGLE) == pytest.approx(1 - 60 / 30)  # costs more: negative
     assert study.saving(MULTI, slower, SINGLE) == pytest.approx(1 - 16 / 60)  # another baseline, still to the single run's lowest
     assert study.saving(MULTI, evals((0, 5), (50, 3)), SINGLE) is None
-    assert study.saving([], SINGLE) is None
+    assert study.saving([], SINGLE) is None and study.saving(MULTI, SINGLE, above=3) is None  # 5, where both start
+    assert study.saving(MULTI, SINGLE, above=0.75) == pytest.approx(1 - 8.5 / 22.5)  # 2.75: between 5 and 12, and between 20 and 30
 
 
 def test_saving_counts_an_evaluation_after_a_prolongation():
@@ -119,6 +120,7 @@ def test_controls_as_the_baseline():
     found = cells(study.controls_table(runs), "constant")
     assert found["saving, all FLOPs"] == f"{100 * (1 - 16 / 20):.1f}%" and found["blocks only"] == f"{100 * (1 - 16 * 0.4 / 10):.1f}%"
     assert found["to the baseline's own lowest loss"] == "50.0%" and found["lowest loss, difference"] == "-0.500"
+    assert cells(study.targets_table(runs), "0.4")["multilevel"] == f"{100 * (1 - (12 + 8 * 0.1) / 26):.1f}%"  # 2.4
     # A step of 2, 3 or 4 forward passes: other FLOPs, the same saving.
     table = [cells(study.counting_table(runs), factor) for factor in "234"]
     assert [t["of single"] for t in table] == ["20", "30", "40"] and [t["FLOPs of multilevel"] for t in table] == ["10.67", "16", "21.33"]
