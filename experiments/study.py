@@ -245,6 +245,14 @@ def paired(runs, *arms):
     return seeds, [[runs[arm][seed].rows for arm in arms] for seed in seeds]
 
 
+def savings(runs, arm, **how):
+    """An arm's savings for the seeds that it and its baseline have. A run that was stopped early and before it got there is left out: it
+    might have."""
+    seeds, pairs = paired(runs, arm, baseline_of(arm))
+    found = [(runs[arm][seed].complete, saving(*pair, **how)) for seed, pair in zip(seeds, pairs)]
+    return [value for complete, value in found if complete or value is not None]
+
+
 def markdown(*rows):
     """Rows of cells, the first one the header, as lines of a table."""
     return [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
@@ -254,13 +262,23 @@ def arms_table(runs):
     """Every arm against the single-level run of the same seed and optimizer."""
     table = [["study", "arm", "seeds", "lowest held-out loss", "training loss", "saving, all FLOPs", "blocks only", "by training loss"]]
     for study, arm in ((study, arm) for study, arms in STUDIES.items() for arm in arms):
-        seeds, pairs = paired(runs, arm, baseline_of(arm))
+        seeds = paired(runs, arm, baseline_of(arm))[0]
         if seeds:
             whole = [runs[arm][s].rows for s in seeds if runs[arm][s].complete]
             table.append([study, arm, " ".join(f"{s}" if runs[arm][s].complete else f"{s}\\*" for s in seeds),
                           *(spread([min(curve(rows)[1], default=None) for rows in whole]) for curve in (evaluations, smooth)),
-                          *(spread([saving(*pair, None, curve, column) for pair in pairs], True) if arm != baseline_of(arm) else ""
+                          *(spread(savings(runs, arm, curve=curve, column=column), True) if arm != baseline_of(arm) else ""
                             for curve, column in ((evaluations, "flops"), (evaluations, "flops_blocks"), (smooth, "flops")))])
+    return markdown(*table)
+
+
+def seeds_table(runs):
+    """Every arm's saving, seed by seed, all FLOPs counted."""
+    seeds = sorted({seed for arm in runs.values() for seed in arm})
+    table = [["arm", *(f"seed {seed}" for seed in seeds)]]
+    for arm in (arm for arms in STUDIES.values() for arm in arms if arm in runs and arm != baseline_of(arm)):
+        one_seed = [{name: {s: run for s, run in found.items() if s == seed} for name, found in runs.items()} for seed in seeds]
+        table.append([arm, *(spread(savings(one, arm), True) for one in one_seed)])
     return markdown(*table)
 
 
@@ -282,7 +300,7 @@ def targets_table(runs):
     """The main arms' savings to losses above the single-level run's lowest one."""
     arms, table = [arm for arm in STUDIES["headline"] if arm != "single" and arm in runs], []
     for above in (0.6, 0.4, 0.2, 0.1, 0.05, 0.0):
-        table.append([f"{above}", *(spread([saving(*pair, above=above) for pair in paired(runs, arm, "single")[1]], True) for arm in arms)])
+        table.append([f"{above}", *(spread(savings(runs, arm, above=above), True) for arm in arms)])
     return markdown(["nats above the lowest single-level loss", *arms], *table)
 
 
@@ -365,6 +383,8 @@ def report(args):
         f"nats a token, ± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, "
         f"always the same; training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
         "", *arms_table(runs), "",
+        "The savings to the lowest held-out loss seed by seed, all FLOPs counted:",
+        "", *seeds_table(runs), "",
         "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline. A negative "
         "difference: the multilevel run's loss is lower.",
         "", *controls_table(runs), "",

@@ -108,6 +108,7 @@ def test_arms_are_paired_by_seed(tmp_path):
     a, b = 100 * (1 - 16 / 30), 100 * (1 - 16 / 60)
     assert found["seeds"] == "1 2" and found["saving, all FLOPs"] == f"{(a + b) / 2:.1f}% ± {abs(a - b) / 2**0.5:.1f}"
     assert found["lowest held-out loss"] == "1.000 ± 0.000"
+    assert list(cells(study.seeds_table(runs), "multilevel").values())[1:] == [f"{a:.1f}%", f"{b:.1f}%", "", ""]
     assert cells(study.arms_table(runs), "full")["saving, all FLOPs"] == "not reached (1 of 1)"
     assert cells(study.arms_table(runs), "single")["saving, all FLOPs"] == ""
 
@@ -161,6 +162,7 @@ def test_a_run_that_did_not_come_to_its_end(tmp_path):
     assert list(runs) == ["constant", "single"]  # what is not finished is nowhere in a report
     found = cells(study.arms_table(runs), "constant")
     assert (found["seeds"], found["lowest held-out loss"], found["saving, all FLOPs"]) == ("1\\*", "", f"{100 * (1 - 16 / 30):.1f}%")
+    assert study.savings(runs, "constant", above=-1) == [] and study.savings(runs, "constant", above=1)  # 1.0: it might have reached that
     assert study.read_run(tmp_path / "nowhere") is None
 
 
