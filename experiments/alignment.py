@@ -16,6 +16,7 @@ Measuring does not disturb the run: its log.csv is the one of train.py with the 
 import argparse
 import csv
 import os
+import statistics
 import sys
 
 import torch
@@ -120,13 +121,24 @@ def report(into):
         cosines.append([point[0], f"{point[1]:.0f}", f"{whole['fine_loss']:.3f}", net, f"{whole['loss']:.3f}", f"{whole['cosine']:.3f}",
                         f"{min(blocks):.3f}, {max(blocks):.3f}", f"{parts['tokens']['cosine']:.3f}",
                         f"{parts['positions']['cosine']:.3f}", f"{whole['norm_ratio']:.2f}"])
+    brief = [["cosine with the fine gradient", "points", "shared blocks: lowest, median, highest", "token embedding"]]
+    for when, chosen in (("during the cycles", [p for p in points if p[0] != "fine"]), ("after them", [p for p in points if p[0] == "fine" and p[1]])):
+        for net in nets if chosen else ():
+            its = [sorted(at[*point, net, part]["cosine"] for point in chosen) for part in ("blocks", "tokens")]
+            brief.append([f"{net}, {when}", str(len(chosen)), *(f"{c[0]:.2f}, {statistics.median(c):.2f}, {c[-1]:.2f}" for c in its)])
+    change, lead = ([row[k] - row["fine_before"] for row in folds] for k in ("fine_after", "coarse"))
     losses = [["", "prolongations", "coarse model, trained", "fine model before", "after", "it rose in"]]
     for level in sorted({row["level"] for row in folds}):
         its = [row for row in folds if row["level"] == level]
         losses.append([level, str(len(its)), *(f"{sum(row[k] for row in its) / len(its):.4f}" for k in ("coarse", "fine_before", "fine_after")),
                        str(sum(row["fine_after"] > row["fine_before"] for row in its))])
-    text = "\n".join(["Cosine between the fine gradient and another one, and both losses, on the same held-out batch:", "",
-                      *markdown(*cosines), "", "Held-out loss around a prolongation, the mean over the run:", "", *markdown(*losses)])
+    text = "\n".join([*markdown(*brief), "", "Held-out loss around a prolongation, the mean over the run:", "", *markdown(*losses), "",
+                      f"Of {len(change)} prolongations {sum(c > 0 for c in change)} raised the fine model's loss; the first changed it by "
+                      f"{change[0]:+.3f}, the others by {sum(change[1:]):+.3f} in all. Before {sum(x < 0 for x in lead)} of them the coarse "
+                      f"model had the lower loss; the coarse minus the fine loss: from {min(lead):+.3f} to {max(lead):+.3f}, {lead[-1]:+.3f} "
+                      "before the last one.",
+                      "", "Cosine between the fine gradient and another one, and both losses, on the same held-out batch:", "",
+                      *markdown(*cosines)])
     print(text)
     with open(os.path.join(into, "report.md"), "w", encoding="utf-8") as f:
         f.write(text + "\n")
