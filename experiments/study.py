@@ -246,11 +246,10 @@ def paired(runs, *arms):
 
 
 def savings(runs, arm, **how):
-    """An arm's savings for the seeds that it and its baseline have. A run that was stopped early and before it got there is left out: it
-    might have."""
-    seeds, pairs = paired(runs, arm, baseline_of(arm))
-    found = [(runs[arm][seed].complete, saving(*pair, **how)) for seed, pair in zip(seeds, pairs)]
-    return [value for complete, value in found if complete or value is not None]
+    """{seed: saving} of an arm, for the seeds that it and its baseline have. A run that was stopped early and before it got there is left
+    out: it might have."""
+    found = {seed: saving(*pair, **how) for seed, pair in zip(*paired(runs, arm, baseline_of(arm)))}
+    return {seed: value for seed, value in found.items() if value is not None or runs[arm][seed].complete}
 
 
 def markdown(*rows):
@@ -267,7 +266,7 @@ def arms_table(runs):
             whole = [runs[arm][s].rows for s in seeds if runs[arm][s].complete]
             table.append([study, arm, " ".join(f"{s}" if runs[arm][s].complete else f"{s}\\*" for s in seeds),
                           *(spread([min(curve(rows)[1], default=None) for rows in whole]) for curve in (evaluations, smooth)),
-                          *(spread(savings(runs, arm, curve=curve, column=column), True) if arm != baseline_of(arm) else ""
+                          *(spread(savings(runs, arm, curve=curve, column=column).values(), True) if arm != baseline_of(arm) else ""
                             for curve, column in ((evaluations, "flops"), (evaluations, "flops_blocks"), (smooth, "flops")))])
     return markdown(*table)
 
@@ -277,8 +276,8 @@ def seeds_table(runs):
     seeds = sorted({seed for arm in runs.values() for seed in arm})
     table = [["arm", *(f"seed {seed}" for seed in seeds)]]
     for arm in (arm for arms in STUDIES.values() for arm in arms if arm in runs and arm != baseline_of(arm)):
-        one_seed = [{name: {s: run for s, run in found.items() if s == seed} for name, found in runs.items()} for seed in seeds]
-        table.append([arm, *(spread(savings(one, arm), True) for one in one_seed)])
+        found = savings(runs, arm)
+        table.append([arm, *(spread([found[seed]] if seed in found else [], True) for seed in seeds)])
     return markdown(*table)
 
 
@@ -300,7 +299,7 @@ def targets_table(runs):
     """The main arms' savings to losses above the single-level run's lowest one."""
     arms, table = [arm for arm in STUDIES["headline"] if arm != "single" and arm in runs], []
     for above in (0.6, 0.4, 0.2, 0.1, 0.05, 0.0):
-        table.append([f"{above}", *(spread(savings(runs, arm, above=above), True) for arm in arms)])
+        table.append([f"{above}", *(spread(savings(runs, arm, above=above).values(), True) for arm in arms)])
     return markdown(["nats above the lowest single-level loss", *arms], *table)
 
 

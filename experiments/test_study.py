@@ -162,7 +162,7 @@ def test_a_run_that_did_not_come_to_its_end(tmp_path):
     assert list(runs) == ["constant", "single"]  # what is not finished is nowhere in a report
     found = cells(study.arms_table(runs), "constant")
     assert (found["seeds"], found["lowest held-out loss"], found["saving, all FLOPs"]) == ("1\\*", "", f"{100 * (1 - 16 / 30):.1f}%")
-    assert study.savings(runs, "constant", above=-1) == [] and study.savings(runs, "constant", above=1)  # 1.0: it might have reached that
+    assert study.savings(runs, "constant", above=-1) == {} and study.savings(runs, "constant", above=1)  # 1.0: it might have reached that
     assert study.read_run(tmp_path / "nowhere") is None
 
 
