@@ -272,12 +272,19 @@ def arms_table(runs):
 
 
 def seeds_table(runs):
-    """Every arm's saving, seed by seed, all FLOPs counted."""
+    """Every arm's lowest held-out loss, where it came to its end, and its saving, all FLOPs counted, seed by seed."""
     seeds = sorted({seed for arm in runs.values() for seed in arm})
     table = [["arm", *(f"seed {seed}" for seed in seeds)]]
-    for arm in (arm for arms in STUDIES.values() for arm in arms if arm in runs and arm != baseline_of(arm)):
-        found = savings(runs, arm)
-        table.append([arm, *(spread([found[seed]] if seed in found else [], True) for seed in seeds)])
+    for arm in (arm for arms in STUDIES.values() for arm in arms if arm in runs):
+        table.append([arm])
+        saved = savings(runs, arm) if arm != baseline_of(arm) else {}
+        for seed in seeds:
+            cell, found = [], runs[arm].get(seed)
+            if found and found.complete:
+                cell.append(f"{min(evaluations(found.rows)[1]):.3f}")
+            if seed in saved:
+                cell.append("not reached" if saved[seed] is None else f"{saved[seed]:.1%}")
+            table[-1].append(", ".join(cell))
     return markdown(*table)
 
 
@@ -319,7 +326,7 @@ def rates_table(scale):
     """What an arm would save if a weight cared for nothing but the sum of the rates it is trained with: the FLOPs at which that sum
     is what the single-level run's is at its end, for the mean block and for the embeddings. It takes no run."""
     table = [["arm", "saving, were the sum of a block's rates all that counts", "the embeddings'"]]
-    for arm in (*STUDIES["headline"], *STUDIES["counting"]):
+    for arm in (*STUDIES["headline"], *STUDIES["counting"], *STUDIES["cycles"]):
         s, _ = parse_settings([*SCALES[scale].split(), *ARMS[arm].split()])
         config = GPTConfig(257 if scale == "narrow" else 50257, s.block_size, s.n_layer, s.n_head, s.n_embd)
         depth = [s.n_layer] + [len(keep) for keep in sets_of(s)]
@@ -382,7 +389,7 @@ def report(args):
         f"nats a token, ± is the standard deviation over seeds, savings are paired by seed. Held-out: {s['eval_sequences']} sequences, "
         f"always the same; training loss: the mean of the last {WINDOW} fine steps. \\*: not run to the end, so without lowest losses.",
         "", *arms_table(runs), "",
-        "The savings to the lowest held-out loss seed by seed, all FLOPs counted:",
+        "The lowest held-out loss, and the saving to that of the single-level run, all FLOPs counted, seed by seed:",
         "", *seeds_table(runs), "",
         "What the multilevel run saves, to the single-level run's lowest held-out loss, with each control as the baseline. A negative "
         "difference: the multilevel run's loss is lower.",

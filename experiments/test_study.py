@@ -108,7 +108,8 @@ def test_arms_are_paired_by_seed(tmp_path):
     a, b = 100 * (1 - 16 / 30), 100 * (1 - 16 / 60)
     assert found["seeds"] == "1 2" and found["saving, all FLOPs"] == f"{(a + b) / 2:.1f}% ± {abs(a - b) / 2**0.5:.1f}"
     assert found["lowest held-out loss"] == "1.000 ± 0.000"
-    assert list(cells(study.seeds_table(runs), "multilevel").values())[1:] == [f"{a:.1f}%", f"{b:.1f}%", "", ""]
+    assert list(cells(study.seeds_table(runs), "multilevel").values())[1:] == [f"1.000, {a:.1f}%", f"1.000, {b:.1f}%", "1.000", ""]
+    assert cells(study.seeds_table(runs), "full")["seed 1"].endswith(", not reached")
     assert cells(study.arms_table(runs), "full")["saving, all FLOPs"] == "not reached (1 of 1)"
     assert cells(study.arms_table(runs), "single")["saving, all FLOPs"] == ""
 
@@ -132,14 +133,15 @@ def test_controls_as_the_baseline():
 
 def test_savings_of_the_sum_of_rates():
     """By hand: the single-level run sums to 1.2e-3 (716/2 + 15,285 (1 + 0.1) / 2); constant it takes 358 + 15,285 x 0.55 + 358 steps."""
-    lines, arms = study.rates_table("paper"), ("single", "constant", "multilevel", "full", "full-blocks")
+    lines, arms = study.rates_table("paper"), ("single", "constant", "multilevel", "full", "full-blocks", "cycles-15")
     table = {arm: [float(v.strip("%")) / 100 for k, v in cells(lines, arm).items() if k != "arm"] for arm in arms}
     assert table["single"] == [0, 0] and table["constant"] == pytest.approx([1 - (358 + 15285 * 0.55 + 357) / 16000] * 2, abs=1e-3)
     s = train.parse_settings([])[0]
     coarse = 7000 * 0.76943  # in fine steps
     wanted = sum(train.fine_lr(s, i) for i in range(16000))
-    less = 0.65 * coarse
-    for arm, spent, steps in (("multilevel", coarse, (3500, 7000)), ("full", coarse, (coarse, coarse)), ("full-blocks", less, (less, less))):
+    less, few = 0.65 * coarse, 15 / 35 * coarse
+    for arm, spent, steps in (("multilevel", coarse, (3500, 7000)), ("full", coarse, (coarse, coarse)), ("full-blocks", less, (less, less)),
+                              ("cycles-15", few, (1500, 3000))):
         for found, n in zip(table[arm], steps):
             total, fine = 1.2e-3 * n, 0  # what the coarse phase gives, then fine steps until the sum is the single-level run's
             while total < wanted:
