@@ -5,7 +5,8 @@
     python experiments/study.py report --scale narrow        # tables and a figure from those (the figure wants matplotlib)
     python experiments/study.py rates --scale paper          # what the sum of the rates alone would save; needs no run
 
-`run` starts several runs at once, skips what is finished and resumes what is not; flags it does not know go to train.py.
+`run` starts several runs at once, skips what is finished and resumes what is not, or what stopped early where --stop_early is not
+asked for; flags it does not know go to train.py.
 `report` reads log.csv and config.json only. All scales follow the paper's schedule verbatim: 16,000 fine steps, 715 of warm-up,
 35 cycles of 2 x 100 coarse steps, 1.2e-3, plain SGD, 12 layers. On a GPU, the paper's own scale:
 
@@ -123,7 +124,7 @@ def run(args):
 
     def one(arm, seed, baseline):
         folder, base = (os.path.join(args.out, args.scale, f"{name}-seed{seed}") for name in (arm, baseline_of(arm)))
-        if (before := read_run(folder)) and before.finished:
+        if (before := read_run(folder)) and (before.complete or args.stop_early and before.finished):
             return print(f"{folder}: finished before", flush=True)
         command = [sys.executable, os.path.join(ROOT, "train.py"), *SCALES[args.scale].split(), *ARMS[arm].split(),
                    "--seed", str(seed), "--out", folder, *args.more]

@@ -294,6 +294,16 @@ def test_runner_stops_early_at_the_baselines_lowest_loss(machine, tmp_path):
     assert len(machine.calls) == 2
 
 
+def test_runner_takes_a_run_that_stopped_early_to_its_end(machine, tmp_path):
+    write(tmp_path / "narrow" / "single-seed1", SINGLE)
+    write(tmp_path / "narrow" / "constant-seed1", MULTI[:4], target_loss=1.6)
+    study.main(["run", "--arms", "constant", "--out", str(tmp_path), "--stop_early"])
+    assert machine.calls == []
+    study.main(["run", "--arms", "constant", "--out", str(tmp_path)])
+    (_, flags, _), = machine.calls
+    assert "--resume" in flags and "--target_loss" not in flags
+
+
 def test_runner_says_what_failed_and_goes_on(machine, tmp_path):
     machine.codes = {"single-seed1": 3}
     machine.logs = {"full-seed1": SINGLE}
