@@ -45,9 +45,9 @@ SCALES = {
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-# The best of the single-level rates tried at narrow, half a decade apart (results/narrow/rates.md); other scales want their own.
-MOMENTUM = "--momentum 0.9 --lr 0.03 --min_lr 0.003"
-ADAMW = "--optimizer adamw --momentum 0.9 --lr 0.01 --min_lr 0.001"
+# The best of the single-level rates tried at narrow, at full length, half a decade apart (results/narrow/rates.md); other scales want their own.
+MOMENTUM = "--momentum 0.9 --lr 0.1 --min_lr 0.01"
+ADAMW = "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003"
 STUDIES = {  # study -> arm -> flags of train.py
     "headline": {
         "single": "--mode single",
@@ -71,9 +71,13 @@ STUDIES = {  # study -> arm -> flags of train.py
         "single-momentum": f"--mode single {MOMENTUM}",
         "multilevel-momentum": MOMENTUM,
         "multilevel-momentum-kept": f"{MOMENTUM} --keep_coarse_state",
+        "full-momentum": f"--kind full {MOMENTUM}",
+        "constant-momentum": f"--mode single --schedule constant {MOMENTUM}",
         "single-adamw": f"--mode single {ADAMW}",
         "multilevel-adamw": ADAMW,
         "multilevel-adamw-kept": f"{ADAMW} --keep_coarse_state",
+        "full-adamw": f"--kind full {ADAMW}",
+        "constant-adamw": f"--mode single --schedule constant {ADAMW}",
     },
     "cycles": {f"{flag.split('_')[0]}-{n}": f"--{flag} {n}" for flag, n in (
         ("cycles", 5), ("cycles", 15), ("cycles", 70), ("coarse_steps", 20), ("coarse_steps", 300))},
