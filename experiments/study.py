@@ -45,7 +45,8 @@ SCALES = {
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-# The best of the single-level rates tried at narrow, at full length, half a decade apart (results/narrow/rates.md); other scales want their own.
+# The best of the single-level rates tried at narrow, half a decade apart and at full length (results/narrow/rates.md); other scales
+# want their own.
 MOMENTUM = "--momentum 0.9 --lr 0.1 --min_lr 0.01"
 ADAMW = "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003"
 STUDIES = {  # study -> arm -> flags of train.py

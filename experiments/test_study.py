@@ -239,8 +239,10 @@ def test_two_steps_of_every_arm(arm, data, tmp_path):
     found = study.read_run(tmp_path / "run")
     assert found.complete and all(np.isfinite(v) for v in study.evaluations(found.rows)[1])
     levels = {r["level"] for r in found.rows} - {"fine"}
-    sets = 1 if arm.startswith("full") else {"in-turn": 1, "stride-3": 3}.get(arm, 2)
-    sets *= found.about["settings"]["mode"] == "multilevel"
+    if found.about["settings"]["mode"] == "single":
+        sets = 0
+    else:
+        sets = 1 if arm.startswith("full") else {"in-turn": 1, "stride-3": 3}.get(arm, 2)
     assert levels == {f"{name}{i + 1}" for i in range(sets) for name in ("coarse", "prolong")}
 
 
