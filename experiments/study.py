@@ -45,10 +45,14 @@ SCALES = {
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-# The best of the single-level rates tried at narrow, half a decade apart and at full length (results/narrow/rates.md); other scales
-# want their own.
-MOMENTUM = "--momentum 0.9 --lr 0.1 --min_lr 0.01"
-ADAMW = "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003"
+# momentum and adamw at the best of the single-level rates tried at narrow, half a decade apart and at full length
+# (results/narrow/rates.md), and momentum at the next lower one, since the best one is too high for coarse models. Other scales want
+# their own.
+OPTIMIZERS = {
+    "momentum": "--momentum 0.9 --lr 0.1 --min_lr 0.01",
+    "momentum-0.03": "--momentum 0.9 --lr 0.03 --min_lr 0.003",
+    "adamw": "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003",
+}
 STUDIES = {  # study -> arm -> flags of train.py
     "headline": {
         "single": "--mode single",
@@ -68,18 +72,9 @@ STUDIES = {  # study -> arm -> flags of train.py
     # `full` once more, matched by the blocks' FLOPs only: as many FLOPs with the head as 65 coarse steps are 100 without it. At
     # narrow, where the head is 2% of the FLOPs, `full` itself is that control.
     "counting": {"full-blocks": "--kind full --coarse_steps 65"},
-    "momentum": {
-        "single-momentum": f"--mode single {MOMENTUM}",
-        "multilevel-momentum": MOMENTUM,
-        "multilevel-momentum-kept": f"{MOMENTUM} --keep_coarse_state",
-        "full-momentum": f"--kind full {MOMENTUM}",
-        "constant-momentum": f"--mode single --schedule constant {MOMENTUM}",
-        "single-adamw": f"--mode single {ADAMW}",
-        "multilevel-adamw": ADAMW,
-        "multilevel-adamw-kept": f"{ADAMW} --keep_coarse_state",
-        "full-adamw": f"--kind full {ADAMW}",
-        "constant-adamw": f"--mode single --schedule constant {ADAMW}",
-    },
+    "momentum": {arm.format(name): f"{flags} {optimizer}" for name, optimizer in OPTIMIZERS.items() for arm, flags in (
+        ("single-{}", "--mode single"), ("multilevel-{}", ""), ("multilevel-{}-kept", "--keep_coarse_state"),
+        ("full-{}", "--kind full"), ("constant-{}", "--mode single --schedule constant"))},
     "cycles": {f"{flag.split('_')[0]}-{n}": f"--{flag} {n}" for flag, n in (
         ("cycles", 5), ("cycles", 15), ("cycles", 70), ("coarse_steps", 20), ("coarse_steps", 300))},
 }
@@ -89,7 +84,7 @@ WINDOW = 1000  # fine steps that a training loss is averaged over: at batches of
 
 
 def baseline_of(arm):
-    """The single-level run that an arm is compared with: of the same optimizer."""
+    """The single-level run that an arm is compared with: of the same optimizer, at its best rate."""
     return next((f"single-{o}" for o in ("momentum", "adamw") if o in arm), "single")
 
 
