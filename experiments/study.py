@@ -364,13 +364,13 @@ def figure(runs, scale, path):
                             label=f"{arm} ({len(curves)})")
         for ax in line:
             ax.axhline(lowest, color="0.6", lw=0.7, ls=":")
-        line[0].set_ylim(lowest - 0.25, lowest + 1.25)
+        line[0].set_ylim(lowest - 0.3, lowest + 1.2)
     for ax, label in zip(axes[1], ("training FLOPs", "fine steps")):
         ax.set_xlabel(label)
     for ax, label in zip(axes[:, 0], ("held-out loss (nats a token)", f"training loss, mean of {WINDOW} steps")):
         ax.set_ylabel(label)
     axes[0, 1].legend(frameon=False, title="arm (seeds)")
-    fig.suptitle(f"scale {scale}: thin lines are seeds, thick ones their mean; dotted: the lowest single-level loss", fontsize=9)
+    fig.suptitle(f"scale {scale}: thin lines are seeds, thick ones the mean of the complete ones; dotted: the lowest single-level loss", fontsize=9)
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
 
