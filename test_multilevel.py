@@ -538,6 +538,20 @@ def test_resuming_with_rows_beyond_the_checkpoint_and_between_two_rows(data, tmp
         assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
 
 
+def test_a_run_that_stopped_at_its_target_goes_on_to_its_end_without_one(data, tmp_path):
+    run(data, tmp_path / "whole")
+    losses = train.evaluations(train.read_log(tmp_path / "whole"))[1]
+    target, positions = next(loss for loss in losses if loss < losses[0]), set()
+    for _ in range(2):  # told the same target once more, it has nothing left to do
+        run(data, tmp_path / "cut", "--target_loss", str(target), "--resume")
+        losses = train.evaluations(train.read_log(tmp_path / "cut"))[1]
+        assert losses[-1] <= target < min(losses[:-1])
+        positions.add(train.read_checkpoint(tmp_path / "cut")["count"]["position"])
+    assert len(positions) == 1 and positions < set(range(54))
+    run(data, tmp_path / "cut", "--resume")
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
+
+
 def test_both_modes_end_with_samples_and_the_headline(data, tmp_path, capfd):
     run(data, tmp_path / "r", "--mode", "both", "--max_new_tokens", "20")
     out = capfd.readouterr().out
