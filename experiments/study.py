@@ -45,12 +45,13 @@ SCALES = {
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-# momentum and adamw at the best of the single-level rates tried at narrow, half a decade apart and at full length
-# (results/narrow/rates.md), and momentum at the next lower one, since the best one is too high for coarse models. Other scales want
-# their own.
+# momentum and adamw: the best of the single-level rates tried at narrow, half a decade apart and at full length
+# (results/narrow/rates.md); other scales want their own. At that rate momentum breaks coarse models, which start it without a warm-up:
+# so it is there with the next lower rate and with clipping, too.
 OPTIMIZERS = {
     "momentum": "--momentum 0.9 --lr 0.1 --min_lr 0.01",
     "momentum-0.03": "--momentum 0.9 --lr 0.03 --min_lr 0.003",
+    "momentum-clip": "--momentum 0.9 --lr 0.1 --min_lr 0.01 --grad_clip 1",
     "adamw": "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003",
 }
 STUDIES = {  # study -> arm -> flags of train.py
@@ -85,7 +86,7 @@ WINDOW = 1000  # fine steps that a training loss is averaged over: at batches of
 
 def baseline_of(arm):
     """The single-level run that an arm is compared with: of the same optimizer, at its best rate."""
-    return next((f"single-{o}" for o in ("momentum", "adamw") if o in arm), "single")
+    return next((f"single-{o}" for o in ("momentum-clip", "momentum", "adamw") if o in arm), "single")
 
 
 # Running ------------------------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def test_arms_use_flags_of_train_and_differ():
     assert len({repr(s) for s in settings.values()}) == len(settings)
     for arm in study.ARMS:
         arms = [settings["paper", a] for a in (arm, study.baseline_of(arm))]
-        assert arms[1].mode == "single" and len({(s.optimizer, s.momentum) for s in arms}) == 1
+        assert arms[1].mode == "single" and len({(s.optimizer, s.momentum, s.grad_clip) for s in arms}) == 1
         assert (arms[0].lr, arms[0].min_lr) == ((0.03, 0.003) if "0.03" in arm else (arms[1].lr, arms[1].min_lr))
     s = settings["paper", "multilevel"]
     assert (s.mode, s.kind, s.cycles, s.coarse_steps, s.lr, s.delta) == ("multilevel", "alternate", 35, 100, 1.2e-3, 0.25)
