@@ -45,13 +45,14 @@ SCALES = {
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
-# momentum and adamw: the best of the single-level rates tried at narrow, half a decade apart and at full length
-# (results/narrow/rates.md); other scales want their own. At that rate momentum breaks coarse models, which start it without a warm-up:
-# so it is there with the next lower rate and with clipping, too.
+# The best of the single-level rates tried at narrow, half a decade apart and at full length (results/narrow/rates.md); other scales
+# want their own. Momentum's breaks coarse models, which start it without a warm-up: so it is there with clipping, too, and both with
+# the next lower rate.
 OPTIMIZERS = {
     "momentum": "--momentum 0.9 --lr 0.1 --min_lr 0.01",
     "momentum-0.03": "--momentum 0.9 --lr 0.03 --min_lr 0.003",
-    "momentum-clip": "--momentum 0.9 --lr 0.1 --min_lr 0.01 --grad_clip 1",
+    "momentum-clip": "--momentum 0.9 --lr 0.3 --min_lr 0.03 --grad_clip 1",
+    "momentum-clip-0.1": "--momentum 0.9 --lr 0.1 --min_lr 0.01 --grad_clip 1",
     "adamw": "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003",
 }
 STUDIES = {  # study -> arm -> flags of train.py

@@ -223,7 +223,8 @@ def test_arms_use_flags_of_train_and_differ():
     for arm in study.ARMS:
         arms = [settings["paper", a] for a in (arm, study.baseline_of(arm))]
         assert arms[1].mode == "single" and len({(s.optimizer, s.momentum, s.grad_clip) for s in arms}) == 1
-        assert (arms[0].lr, arms[0].min_lr) == ((0.03, 0.003) if "0.03" in arm else (arms[1].lr, arms[1].min_lr))
+        rate = next((float(r) for r in ("0.03", "0.1") if arm.removesuffix("-kept").endswith(r)), arms[1].lr)
+        assert (arms[0].lr, arms[0].min_lr) == (rate, pytest.approx(arms[1].min_lr / arms[1].lr * rate))
     s = settings["paper", "multilevel"]
     assert (s.mode, s.kind, s.cycles, s.coarse_steps, s.lr, s.delta) == ("multilevel", "alternate", 35, 100, 1.2e-3, 0.25)
 
