@@ -55,13 +55,9 @@ OPTIMIZERS = {
     "momentum-clip-0.1": "--momentum 0.9 --lr 0.1 --min_lr 0.01 --grad_clip 1",
     "adamw": "--optimizer adamw --momentum 0.9 --lr 0.003 --min_lr 0.0003",
 }
+MAIN = {"single": "--mode single", "multilevel": "", "full": "--kind full", "constant": "--mode single --schedule constant"}
 STUDIES = {  # study -> arm -> flags of train.py
-    "headline": {
-        "single": "--mode single",
-        "multilevel": "",
-        "full": "--kind full",
-        "constant": "--mode single --schedule constant",
-    },
+    "headline": MAIN,
     "blocks": {
         "random": "--kind random",
         "permuted": "--kind permuted",
@@ -74,9 +70,10 @@ STUDIES = {  # study -> arm -> flags of train.py
     # `full` once more, matched by the blocks' FLOPs only: as many FLOPs with the head as 65 coarse steps are 100 without it. At
     # narrow, where the head is 2% of the FLOPs, `full` itself is that control.
     "counting": {"full-blocks": "--kind full --coarse_steps 65"},
-    "momentum": {arm.format(name): f"{flags} {optimizer}" for name, optimizer in OPTIMIZERS.items() for arm, flags in (
-        ("single-{}", "--mode single"), ("multilevel-{}", ""), ("multilevel-{}-kept", "--keep_coarse_state"),
-        ("full-{}", "--kind full"), ("constant-{}", "--mode single --schedule constant"))},
+    "momentum": {
+        **{f"{arm}-{name}": f"{flags} {optimizer}" for name, optimizer in OPTIMIZERS.items() for arm, flags in MAIN.items()},
+        **{f"multilevel-{name}-kept": f"{optimizer} --keep_coarse_state" for name, optimizer in OPTIMIZERS.items()},
+    },
     "cycles": {f"{flag.split('_')[0]}-{n}": f"--{flag} {n}" for flag, n in (
         ("cycles", 5), ("cycles", 15), ("cycles", 70), ("coarse_steps", 20), ("coarse_steps", 300))},
 }
@@ -372,7 +369,8 @@ def figure(runs, scale, path):
     for ax, label in zip(axes[:, 0], ("held-out loss (nats a token)", f"training loss, mean of {WINDOW} steps")):
         ax.set_ylabel(label)
     axes[0, 1].legend(frameon=False, title="arm (seeds)")
-    fig.suptitle(f"scale {scale}: thin lines are seeds, thick ones the mean of the complete ones; dotted: the lowest single-level loss", fontsize=9)
+    fig.suptitle(f"scale {scale}: thin lines are seeds, thick ones the mean of the complete ones; dotted: the lowest single-level loss",
+                 fontsize=9)
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
 
