@@ -337,6 +337,10 @@ def test_schedule():
     assert s.coarse_lr == 1.2e-3 and settings("--lr", "0.5").coarse_lr == 0.5 and settings("--coarse_lr", "0.5").lr == 1.2e-3
     constant = settings("--schedule", "constant")
     assert [train.fine_lr(constant, k) for k in (714, 8000, 15999)] == [1.2e-3] * 3
+    wsd = settings("--schedule", "wsd", "--decay", "0.25")  # constant for 12,000 steps, then linear to min_lr
+    assert [train.fine_lr(wsd, k) for k in (714, 11999, 12000)] == [1.2e-3] * 3
+    assert train.fine_lr(wsd, 14000) == pytest.approx((1.2e-3 + 1.2e-4) / 2)
+    assert train.fine_lr(wsd, 15999) == pytest.approx(1.2e-4 + 1.08e-3 / 4000)
 
 
 def test_plan_is_the_papers_schedule():
@@ -349,6 +353,20 @@ def test_plan_is_the_papers_schedule():
     assert [u.level for u in in_turn if u.level and u.last] == [1, 2] * 17 + [1] and sum(u.level > 0 for u in in_turn) == 3500
     assert all(u.level == 0 for u in train.plan(settings("--mode", "single"), GPTConfig()))
     assert len(list(train.plan(settings("--mode", "single", "--n_layer", "5", "--steps", "9"), GPTConfig(n_layer=5)))) == 9  # odd is fine
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_plan_of_nested_iteration_is_that_of_as_many_single_level_steps(schedule):
+    s = settings("--mode", "nested", "--start_layers", "3", "--start_steps", "700", "--steps", "900", "--schedule", schedule)
+    updates = list(train.plan(s, GPTConfig()))
+    assert train.sets_of(s) == [[0, 4, 8]] and [(u.level, u.step) for u in updates] == [
+        *((1, j) for j in range(700)), *((0, j) for j in range(900))]
+    single = list(train.plan(settings("--mode", "single", "--steps", "1600", "--schedule", schedule), GPTConfig()))
+    assert [(u.lr, u.stream, u.batch) for u in updates] == [(u.lr, u.stream, u.batch) for u in single]
+    assert [i for i, u in enumerate(updates) if u.last] == [699, 1599] and updates[699].delta == 1
+    cycled = list(train.plan(train.replace(s, cycles=2), GPTConfig()))  # full multigrid: the paper's cycles after it
+    assert train.sets_of(train.replace(s, cycles=2)) == [[0, 4, 8], *coarse_sets(12)]
+    assert [u.level for u in cycled[700:1103]] == [0] + [2] * 100 + [3] * 100 + [0] + [2] * 100 + [3] * 100 + [0]
 
 
 @pytest.mark.parametrize("more", [[], ["--in_turn"], ["--coarse_steps", "7", "--cycles", "5"]])
@@ -431,6 +449,44 @@ def test_a_run_by_hand(data, tmp_path):
     assert rows[-1]["flops_blocks"] == 3 * 64 * 39 * flops_per_token(config, head=False)
 
 
+def test_a_nested_run_by_hand(data, tmp_path):
+    """The start on blocks 1 and 3, copied into 2 and 4, then all four with a fresh optimizer: batch and rate of step j are step j's."""
+    run(data, tmp_path / "run", "--mode", "nested", "--start_layers", "2", "--start_steps", "8", "--schedule", "wsd", "--cycles", "0")
+    s = settings(*RUN, "--mode", "single", "--steps", "32", "--schedule", "wsd")
+    torch.manual_seed(s.seed)
+    hand = GPT(GPTConfig(257, 16, 4, 2, 16))
+    tokens, held = train.Tokens(data, "train", 16, 257), train.Tokens(data, "val", 16, 257).batch(0, 2, 0, 6)
+    val = []
+
+    def train_on(net, steps):
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        for j in steps:
+            both = tokens.batch(1, 0, j, 4)
+            optimizer.param_groups[0]["lr"] = train.fine_lr(s, j)
+            optimizer.zero_grad()
+            net(both[:, :-1], both[:, 1:])[1].backward()
+            optimizer.step()
+            if (done := j + 1 if j < 8 else j - 7) % 6 == 0 or j == 7:
+                held_out(net)
+
+    def held_out(net):
+        with torch.no_grad():
+            val.append(net(held[:, :-1], held[:, 1:])[1].item())
+
+    held_out(hand)
+    train_on(restrict(hand, [0, 2]), range(8))
+    for copy, of in ((1, 0), (3, 2)):
+        hand.blocks[copy].load_state_dict(hand.blocks[of].state_dict())
+    held_out(hand)
+    train_on(hand, range(8, 32))
+    rows = train.read_log(tmp_path / "run")
+    assert [r["val_loss"] for r in rows if r["val_loss"]] == pytest.approx(val, rel=1e-6)
+    assert [r["level"] for r in rows if r["val_loss"]] == ["fine", "coarse1", "coarse1", "prolong1", *["fine"] * 4]
+    config = GPTConfig(257, 16, 4, 2, 16)
+    assert rows[-1]["flops"] == 3 * 64 * (24 * flops_per_token(config) + 8 * flops_per_token(config, 2))
+    assert len(train.evaluations(rows)[0]) == 6  # of the fine model: the start's losses are another network's
+
+
 def test_micro_batches_change_nothing_but_rounding(data, tmp_path):
     run(data, tmp_path / "a")
     run(data, tmp_path / "b", "--micro_batch", "3")
@@ -495,7 +551,8 @@ def test_a_step_replayed_as_a_graph_is_the_same_step(data, tmp_path, monkeypatch
     assert all(a == pytest.approx(b, rel=1e-6) for a, b in zip(*logs))  # the rate on the device is a float32
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--optimizer", "adamw", "--lr", "0.01", "--keep_coarse_state"]])
+@pytest.mark.parametrize("optimizer", [[], ["--optimizer", "adamw", "--lr", "0.01", "--keep_coarse_state"],
+                                       ["--mode", "nested", "--start_layers", "2", "--start_steps", "30", "--optimizer", "adamw"]])
 def test_resuming_after_sigterm_and_kill_9_equals_the_run_that_was_never_stopped(data, tmp_path, optimizer):
     run(data, tmp_path / "whole", *optimizer)
     command = [*TRAIN, *RUN, "--data", data, "--out", str(tmp_path / "cut"), *optimizer]
@@ -569,7 +626,9 @@ def test_bad_settings_and_data_end_in_one_clear_line(data, tmp_path, capfd):
     out = ["--data", data, "--out", tmp_path / "new"]
     for args, named in [(["--data", tmp_path / "none"], "prepare_data.py"), ([*out, "--n_layer", 5], "odd"),
                         ([*out, "--n_embd", 17], "n_embd = 17"), ([*out, "--delta", 2], "delta = 2"), ([*out, "--steps", 0], "--steps"),
-                        ([*out, "--kind", "stride", "--stride", 9], "stride = 9"), ([*out, "--lr", "nan"], "--lr"),
+                        ([*out, "--kind", "stride", "--stride", 9], "stride = 9"),
+                        ([*out, "--mode", "nested", "--start_layers", 3], "start_layers = 3"),
+                        ([*out, "--mode", "nested", "--start_layers", 4], "start_layers = 4"), ([*out, "--lr", "nan"], "--lr"),
                         ([*out, "--block_size", 5000], "shorter than one sequence"), (["--mode", "sample", "--out", tmp_path], "no checkpoint")]:
         assert named in one_line(capfd, 1, *args)
         assert not (tmp_path / "new").exists()

@@ -45,7 +45,7 @@ from prepare_data import check_shards, get_tokenizer
 @dataclass
 class Settings:
     """Each field is a flag of the same name, and its comment the flag's help. The defaults are the paper's run."""
-    mode: str = "multilevel"         # single, multilevel, both (one after the other, and the FLOPs saved) or sample (print text)
+    mode: str = "multilevel"         # single, multilevel, nested, both (single, then multilevel, and the FLOPs saved) or sample (text)
     preset: str = "paper"            # paper, or tiny: a run of a minute or two on a laptop; flags you give change either
     data: str = "data/fineweb-edu"   # folder made by prepare_data.py
     out: str = ""                    # run folder; by default out/PRESET/MODE
@@ -60,16 +60,20 @@ class Settings:
     steps: int = 16000               # fine steps
     batch_size: int = 64             # sequences a step, over all micro-batches and ranks
     micro_batch: int = 0             # sequences a forward pass, the rest by accumulating gradients; 0: the whole batch
-    schedule: str = "cosine"         # of the fine rate after warm-up: cosine (to min_lr) or constant
+    schedule: str = "cosine"         # of the fine rate after warm-up: cosine (to min_lr), wsd (constant, then linear to it) or constant
     lr: float = 1.2e-3               # highest fine rate
-    min_lr: float = 1.2e-4           # fine rate at the end of the cosine
+    min_lr: float = 1.2e-4           # fine rate at the end of the run
+    decay: float = 0.3               # share of the run over which wsd decays, its last
     warmup: int = 715                # steps of linear warm-up
     optimizer: str = "sgd"           # sgd or adamw, at every level
     momentum: float = 0.0            # sgd's momentum, or adamw's beta1 (which is 0.9 if this is 0)
     weight_decay: float = 0.0        # at every level
     grad_clip: float = 0.0           # largest norm of a gradient, at every level; 0: no clipping
+    # nested iteration: a shallow start, prolonged once with delta = 1
+    start_layers: int = 3            # blocks of the start: the first of each group of n_layer / start_layers
+    start_steps: int = 16000         # its steps
     # the coarse levels
-    cycles: int = 35                 # the first so many fine steps are each followed by a cycle over the coarse models
+    cycles: int = 35                 # so many fine steps, the first, are each followed by a cycle over the coarse models (nested: 0)
     coarse_steps: int = 100          # steps of a coarse model in one cycle
     coarse_lr: float = 0.0           # constant coarse rate; 0: the same as lr
     delta: float = 0.25              # weight of the kept block when a skipped one is averaged with it
@@ -104,7 +108,7 @@ PRESETS = {
 # What may differ between a run and its resumption; with any other setting changed it would be another run.
 FREE = {"mode", "preset", "out", "resume", "overwrite", "save_seconds", "target_loss", "prompt", "max_new_tokens", "temperature",
         "top_k"}
-CHOICES = {"mode": ("single", "multilevel", "both", "sample"), "preset": tuple(PRESETS), "schedule": ("cosine", "constant"),
+CHOICES = {"mode": ("single", "multilevel", "nested", "both", "sample"), "preset": tuple(PRESETS), "schedule": ("cosine", "wsd", "constant"),
            "optimizer": ("sgd", "adamw"), "kind": ("alternate", "stride", "random", "permuted", "full"),
            "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "on", "off", "graph")}
 
@@ -124,6 +128,8 @@ def parse_settings(argv):
         value = getattr(s, f.name)
         if f.type in (int, float) and not (math.isfinite(value) and value >= least.get(f.name, 0)):
             sys.exit(f"error: --{f.name} {value} must be at least {least.get(f.name, 0)}")
+    if s.mode == "nested" and "cycles" not in given:
+        s = replace(s, cycles=0)
     return replace(s, coarse_lr=s.coarse_lr or s.lr), set(given)
 
 
@@ -220,40 +226,56 @@ class Tokens:
 # Schedule -----------------------------------------------------------------------------------------------------------------
 
 def fine_lr(s, step):
-    """The fine rate at a step counted from 0: linear warm-up to lr, then a cosine to min_lr, or constant."""
+    """The rate at a step counted from 0, over a nested iteration's start and fine steps as one: linear warm-up to lr, then a cosine
+    to min_lr, or constant until a linear decay to it (wsd), or constant."""
+    steps = s.steps + s.start_steps * (s.mode == "nested")
     if step < s.warmup:
         return s.lr * (step + 1) / s.warmup
-    if s.schedule == "constant":
-        return s.lr
-    return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * (step - s.warmup) / (s.steps - s.warmup))) / 2
+    if s.schedule == "cosine":
+        return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * (step - s.warmup) / (steps - s.warmup))) / 2
+    if s.schedule == "wsd" and s.decay:
+        return s.min_lr + (s.lr - s.min_lr) * min(1, (steps - step) / (s.decay * steps))
+    return s.lr
 
 
 class Update(NamedTuple):
-    level: int   # 0: the fine model, i: coarse model i
-    step: int    # counted from 0 over the run, fine and coarse steps apart; it is also the number of the batch in its stream
-    last: bool   # the last update of a visit to this level; after a coarse model's comes its prolongation
+    level: int    # 0: the fine model, i: coarse model i
+    step: int     # counted from 0 over the run: fine steps, those of a nested iteration's start, and those of cycles, each on their own
+    last: bool    # the last update of a visit to this level; after a coarse model's comes its prolongation
+    lr: float     # rate
+    stream: int   # of batches
+    batch: int    # number of the batch in its stream
+    delta: float  # of the prolongation
 
 
 def sets_of(s):
-    """The kept blocks of each coarse model of the run: none where it is single-level."""
-    return coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if s.mode == "multilevel" else []
+    """The kept blocks of each coarse model of the run: that of a nested iteration's start, then those of the cycles."""
+    if s.mode == "nested" and not (1 <= s.start_layers < s.n_layer and s.n_layer % s.start_layers == 0):
+        raise ValueError(f"start_layers = {s.start_layers} must divide n_layer = {s.n_layer} and be less")
+    start = [list(range(0, s.n_layer, s.n_layer // s.start_layers))] if s.mode == "nested" else []
+    return start + (coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if s.mode == "multilevel" or start and s.cycles else [])
 
 
 def plan(s, config):
     """The run as one sequence of updates. A place in it is all that a checkpoint needs to know of the schedule."""
-    sets = sets_of(s)
-    cycles = min(s.cycles, s.steps) if s.mode == "multilevel" else 0
+    start = s.start_steps if s.mode == "nested" else 0
+    sets = sets_of(s)[s.mode == "nested":]
+    cycles = min(s.cycles, s.steps) if sets else 0
     # The control without coarsening (full) takes as many FLOPs, not steps, as the paper's two halves: rounded as a running sum, so that
     # the whole coarse phase agrees to within half a step.
     halves = s.coarse_steps * (1 if s.in_turn else 2) * flops_per_token(config, s.n_layer // 2) / flops_per_token(config)
     coarse = 0
+    for j in range(start):
+        yield Update(1, j, j + 1 == start, fine_lr(s, j), FINE, j, 1.0)
     for step in range(s.steps):
-        yield Update(0, step, step < cycles or step + 1 == s.steps)
+        j = start + step
+        yield Update(0, step, step < cycles or step + 1 == s.steps, fine_lr(s, j), FINE, j, 0.0)
         for i in range(len(sets)) if step < cycles else ():
             if s.in_turn and i != step % len(sets):
                 continue
             n = round((step + 1) * halves) - round(step * halves) if s.kind == "full" else s.coarse_steps
-            yield from (Update(i + 1, coarse + j, j + 1 == n) for j in range(n))
+            level = i + 1 + (s.mode == "nested")
+            yield from (Update(level, coarse + j, j + 1 == n, s.coarse_lr, COARSE, coarse + j, s.delta) for j in range(n))
             coarse += n
 
 
@@ -389,7 +411,7 @@ class Recorder:
         self.losses.clear()
         now, count = time.perf_counter(), self.count
         count["seconds"] = now - self.begin
-        if val_loss is not None:
+        if val_loss is not None and not level.startswith("coarse"):
             count["val_loss"] = val_loss
         if RANK == 0:
             try:
@@ -520,7 +542,7 @@ def make_batches(s, tokens, updates):
     n = s.batch_size // WORLD
 
     def make(update):
-        both = tokens.batch(s.seed, COARSE if update.level else FINE, update.step, s.batch_size)[RANK * n:(RANK + 1) * n]
+        both = tokens.batch(s.seed, update.stream, update.batch, s.batch_size)[RANK * n:(RANK + 1) * n]
         return both.pin_memory() if s.device == "cuda" else both
 
     with ThreadPoolExecutor(1) as pool:
@@ -640,18 +662,18 @@ def train(s, given):
     todo = [] if count["val_loss"] <= s.target_loss else updates[count["position"]:]
     for u, (x, y) in zip(todo, make_batches(s, tokens, todo)):
         level, step = f"coarse{u.level}" if u.level else "fine", u.step + 1
-        lr = s.coarse_lr if u.level else fine_lr(s, u.step)
+        lr = u.lr
         record.losses.append(steps[u.level](lr, x, y))
         for key, more in dict(position=1, tokens=batch_tokens, flops=cost[u.level], flops_blocks=cost_blocks[u.level]).items():
             count[key] += more
 
         val_loss = None
-        if not u.level and (step % s.eval_interval == 0 or step == s.steps):
-            val_loss = evaluate(s, model, held_out)
+        if u.stream == FINE and (step % s.eval_interval == 0 or u.last and (u.level or step == s.steps)):
+            val_loss = evaluate(s, nets[u.level], held_out)
         if u.last or val_loss is not None or step % s.log_interval == 0:
             record.row(level, step, lr, val_loss)
         if u.level and u.last:
-            prolong(model, sets[u.level - 1], s.delta)
+            prolong(model, sets[u.level - 1], u.delta)
             if not s.keep_coarse_state:
                 for values in optimizers[u.level].state.values():  # to what a new optimizer starts from, in place (as_cuda_graph)
                     for value in values.values():
@@ -682,7 +704,7 @@ def train(s, given):
 
 def evaluations(rows, column="flops"):
     """(flops, validation losses) of the fine model, prolongations included, from the rows of a log."""
-    found = [(row[column], row["val_loss"]) for row in rows if row["val_loss"] is not None]
+    found = [(row[column], row["val_loss"]) for row in rows if row["val_loss"] is not None and not row["level"].startswith("coarse")]
     return [f for f, _ in found], [v for _, v in found]
 
 
