@@ -1,14 +1,13 @@
-"""Multilevel training of residual networks: coarse models in depth, what they fold back, and what a step costs.
+"""Multilevel training of residual networks (arXiv 2504.18590): coarse models, prolongation, FLOPs.
 
-*A multilevel approach to accelerate the training of Transformers* (arXiv 2504.18590). A stack of N residual blocks is N Euler
-steps of an ODE; a coarse model takes fewer, longer steps by keeping some of the blocks. One cycle of training is
+N residual blocks are N Euler steps of an ODE; a coarse model takes fewer, longer ones. A cycle is
 
     for keep in coarse_sets(N):          # the even blocks, then the odd ones
         coarse = restrict(model, keep)   # a view: it shares the fine model's parameters
         ...train coarse for some steps with an optimizer of its own...
         prolong(model, keep)             # skipped blocks follow the trained ones
 
-This file works on any nn.Module that keeps its residual blocks in an nn.ModuleList; copy it into your project.
+It works on any nn.Module with its residual blocks in an nn.ModuleList; copy it into your project.
 """
 
 import copy
@@ -19,14 +18,14 @@ import torch.nn as nn
 
 
 def coarse_sets(n_layer, kind="alternate", stride=2, seed=0):
-    """The blocks (counted from 0) that each coarse model keeps, in the order they run: a list of lists of int.
+    """The blocks (counted from 0) that each coarse model keeps, in the order they run: int lists.
 
-    alternate  the paper's: blocks 2, 4, ..., N, then blocks 1, 3, ..., N-1 (counted from 1; Eqs. 3 and 5)
-    stride     `stride` sets of every stride-th block, the one with the last block first; stride 2 is `alternate`
+    alternate  the paper's: blocks 2, 4, ..., N, then 1, 3, ..., N-1 (counted from 1; Eqs. 3 and 5)
+    stride     `stride` sets of every stride-th block, that with the last block first
     random     a random split into halves, blocks in depth order
     permuted   the even, then the odd positions of a random permutation, blocks in permuted order
     full       one set of all blocks: no coarsening, the control for the schedule
-    Raises ValueError for an unknown kind, an odd n_layer that would have to be halved, or a stride that leaves a set empty.
+    Raises ValueError for an unknown kind, an odd n_layer to be halved, a stride beyond 2..n_layer.
     """
     if n_layer < 1:
         raise ValueError(f"n_layer = {n_layer} must be at least 1")
@@ -40,93 +39,78 @@ def coarse_sets(n_layer, kind="alternate", stride=2, seed=0):
     if kind not in ("alternate", "random", "permuted"):
         raise ValueError(f"kind = {kind!r} is none of alternate, stride, random, permuted, full")
     if n_layer % 2:
-        raise ValueError(f"n_layer = {n_layer} is odd: {kind} needs an even number of blocks to halve")
+        raise ValueError(f"n_layer = {n_layer} is odd: {kind} halves an even number of blocks")
     if kind != "alternate":
         random.Random(seed).shuffle(layers)
     halves = [layers[1::2], layers[0::2]]
     return [sorted(half) for half in halves] if kind == "random" else halves
 
 
-def find_blocks(model, keep, blocks):
-    """The nn.ModuleList at the dotted path `blocks` of model. Raises ValueError unless keep is a valid choice from it."""
-    found = model
-    for name in blocks.split("."):
-        found = getattr(found, "_modules", {}).get(name)
-    if not isinstance(found, nn.ModuleList):
-        raise ValueError(f"blocks = {blocks!r} is not an nn.ModuleList of this {type(model).__name__}")
-    if not keep:
-        raise ValueError(f"keep = {keep} is empty: a coarse model needs at least one block")
-    for i in keep:
-        if not 0 <= i < len(found):
-            raise ValueError(f"keep holds block {i}, but there are only blocks 0 to {len(found) - 1}")
-    if len(set(keep)) != len(keep):
-        raise ValueError(f"keep = {keep} repeats a block")
-    return found
-
-
 def restrict(model, keep, blocks="blocks"):
     """Restriction (Eqs. 3 and 5): a coarse model that runs only the blocks in keep, in that order.
 
-    It is a view. It shares every parameter with model, so restricting copies nothing, and a step of an optimizer over its
-    parameters is a step of those blocks, the embedding and the head of model. Only the modules on the way to the list are
-    copied, and those without their tensors, so model itself goes on running all of its blocks. What is registered on the view
-    later (parameters, buffers, hooks) is registered on model too. Raises ValueError (find_blocks).
+    keep: a list or range of int. The result is a view: its blocks, embedding and head are model's
+    own, and so are gradients and hooks. Only the modules on the way to the list are copied, without
+    their tensors, and their configs, in which each block keeps its own kind (keep_kinds). What else
+    goes by a block's place cannot be known and stays: other modules, parameters, dicts, rules as
+    i % 6, what a block reads from another, and its own number, which is its slot in a key-value
+    cache: give a view none. Raises ValueError (find_blocks).
     """
     layers = find_blocks(model, keep, blocks)
-    coarse = module = copy.copy(model)
     *path, last = blocks.split(".")
+    way = [copy.copy(model)]
     for name in path:
-        module._modules = {**module._modules, name: copy.copy(module._modules[name])}
-        module = module._modules[name]
-    module._modules = {**module._modules, last: nn.ModuleList(layers[i] for i in keep)}
-    return coarse
+        way[-1]._modules = {**way[-1]._modules, name: copy.copy(way[-1]._modules[name])}
+        way.append(way[-1]._modules[name])
+    way[-1]._modules = {**way[-1]._modules, last: nn.ModuleList(layers[i] for i in keep)}
+    keep_kinds(way, keep, len(layers))
+    return way[0]
 
 
 @torch.no_grad()
 def prolong(model, keep, delta=0.25, blocks="blocks"):
-    """Prolongation (Eq. 4 and its mirror), in place: every skipped block moves towards the nearest kept block before it in depth,
+    """Prolongation (Eq. 4 and its mirror), in place: with the nearest kept block before in depth,
 
-        theta_skipped <- (1 - delta) theta_skipped + delta theta_kept.
+        theta_skipped <- (1 - delta) theta_skipped + delta theta_kept    for each skipped block.
 
-    A skipped block with no kept block before it stays as it is, and so do buffers. The kept blocks are the view's own, so their half
-    of the prolongation, theta_kept <- theta_coarse, is done. delta = 0 changes nothing, delta = 1 copies.
-    Raises ValueError (find_blocks), for delta outside [0, 1], for blocks that differ in the names, shapes, types or devices of their
-    parameters, and for a module that stands in several places; model is then unchanged.
+    With none before it, it stays as it is; so do buffers and the kept blocks, the view's own.
+    delta = 0 changes nothing, 1 copies. Blocks of two kinds are averaged if their parameters agree.
+    Raises ValueError (find_blocks), for delta outside [0, 1], for parameters that differ in names,
+    shapes, types or devices, and for a module in several places; model is then unchanged.
     """
     layers = find_blocks(model, keep, blocks)
     if not 0 <= delta <= 1:
         raise ValueError(f"delta = {delta} is not between 0 and 1")
     if len({id(layer) for layer in layers}) < len(layers):
-        raise ValueError(f"blocks = {blocks!r} holds a module more than once: it cannot be kept in one place and averaged in another")
+        raise ValueError(f"blocks = {blocks!r} holds a module more than once")
     pairs = []
     for skipped in sorted(set(range(min(keep), len(layers))) - set(keep)):
         kept = max(i for i in keep if i < skipped)
-        ours, theirs = dict(layers[skipped].named_parameters()), dict(layers[kept].named_parameters())
-        if len({str([(n, p.shape, p.dtype, p.device) for n, p in sorted(block.items())]) for block in (ours, theirs)}) > 1:
-            raise ValueError(f"blocks {kept} and {skipped} cannot be averaged: their parameters have different names, shapes or types")
-        pairs += [(p, theirs[name]) for name, p in ours.items()]
+        ours, theirs = (sorted(layers[i].named_parameters()) for i in (skipped, kept))
+        if len({str([(n, p.shape, p.dtype, p.device) for n, p in b]) for b in (ours, theirs)}) > 1:
+            raise ValueError(f"blocks {kept} and {skipped} cannot be averaged: "
+                             "their parameters differ in names, shapes, types or devices")
+        pairs += [(p, q) for (_, p), (_, q) in zip(ours, theirs)]
     for p, q in pairs:
         p.lerp_(q, delta)
 
 
 def flops_per_token(config, n_layer=None, head=True):
-    """Forward FLOPs a token of a decoder that keeps n_layer blocks (default: all): 2 (12 n_layer d^2 + V d) + 4 n_layer T d.
+    """Forward FLOPs a token of a decoder: 2 (12 n_layer d^2 + V d) + 4 n_layer T d.
 
-    config: anything with n_layer, n_embd (d), vocab_size (V) and block_size (T), or a model that has such a .config. A view has
-    that of the fine model: give n_layer = len(keep) for it.
-    A multiply-add counts as 2; the terms are the blocks' matrices, the head's (left out with head=False), and attention's two
-    products over the whole context. A training step counts as 3 forwards, one and two for the backward pass.
+    config: has n_layer (unless given), n_embd (d), vocab_size (V) and block_size (T), or is a model
+    or view with such a .config. A multiply-add counts as 2; the terms are the blocks' matrices, the
+    head's (unless head=False) and attention's two products. A training step counts as 3 forwards.
     """
     c = getattr(config, "config", config)
-    n = c.n_layer if n_layer is None else n_layer
-    return 2 * (12 * n * c.n_embd**2 + head * c.vocab_size * c.n_embd) + 4 * n * c.block_size * c.n_embd
+    n, d = c.n_layer if n_layer is None else n_layer, c.n_embd
+    return 2 * (12 * n * d**2 + head * c.vocab_size * d) + 4 * n * c.block_size * d
 
 
 def flops_to_reach(flops, losses, target):
-    """The FLOPs at which a logged run first reached target, linear between two evaluations; None if it never did.
+    """The FLOPs at which a logged run first reached target, linear in between; or None.
 
-    flops, losses: equally long sequences of numbers in the order they were logged; flops do not decrease.
-    """
+    flops, losses: equally long sequences, in the order they were logged; flops do not decrease."""
     before = None
     for now in zip(flops, losses):
         if now[1] <= target:
@@ -135,3 +119,36 @@ def flops_to_reach(flops, losses, target):
             return before[0] + (now[0] - before[0]) * (before[1] - target) / (before[1] - now[1])
         before = now
     return None
+
+
+# What restrict and prolong call: models of other people -------------------------------------------
+
+def find_blocks(model, keep, blocks):
+    """The nn.ModuleList at the dotted path `blocks`; ValueError unless keep is a choice from it."""
+    lists = {name: module for name, module in model.named_modules(remove_duplicate=False)
+             if name and isinstance(module, nn.ModuleList)}
+    if blocks not in lists:
+        raise ValueError(f"blocks = {blocks!r} is not an nn.ModuleList of this "
+                         f"{type(model).__name__}, which has: {', '.join(lists) or 'none'}")
+    n_layer = len(lists[blocks])
+    if not keep or len(set(keep)) < len(keep) or not set(keep) <= set(range(n_layer)):
+        raise ValueError(f"keep = {keep} is not one or more different blocks of 0 to {n_layer - 1}")
+    return lists[blocks]
+
+
+def keep_kinds(way, keep, n_layer):
+    """Cuts what the modules of a view, and their configs (copied first), say of blocks by place: a
+    list or tuple as long as there are blocks (such as layer_types, a kind for each) keeps keep's,
+    n_layer, n_layers, num_layers and num_hidden_layers become len(keep), and use_cache False."""
+    configs = {id(value): copy.copy(value) for module in way for name, value in vars(module).items()
+               if name.endswith("config") and isinstance(getattr(value, "__dict__", None), dict)}
+    for values in map(vars, [*way, *configs.values()]):
+        for name, value in values.items():
+            if id(value) in configs:  # one config may stand in several modules, or in another one
+                values[name] = configs[id(value)]
+            elif type(value) in (list, tuple) and len(value) == n_layer:
+                values[name] = type(value)(value[i] for i in keep)
+            elif name in ("n_layer", "n_layers", "num_layers", "num_hidden_layers"):
+                values[name] = len(keep) if value == n_layer else value
+            elif name == "use_cache":
+                values[name] = False

@@ -7,7 +7,6 @@ Every variant runs in a process of its own, with its own peak memory, and they t
 all of them. Each figure is a median over the turns. Tokens are random, in a shard that is written first.
 """
 
-import itertools
 import multiprocessing
 import os
 import resource
@@ -26,7 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import train  # noqa: E402
 from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, prolong, restrict  # noqa: E402
-from train import COMPILED, Tokens, Update, make_batches, make_levels, sets_of, settle  # noqa: E402
+from train import FINE, Tokens, Update, batch, make_levels, sets_of, settle  # noqa: E402
 
 
 def plain_step(model, optimizer, x, y):
@@ -53,28 +52,27 @@ def work(name, s, config, folder, seconds, pipe):
     begin = time.perf_counter()
     s = settle(s, config)
     first = time.perf_counter() - begin
-    sets = sets_of(s)
-    nets, _, steps = make_levels(s, config, sets)
-    model = nets[0]
+    levels = make_levels(s, config)
+    model, steps, sets = levels[0].net, [level.step for level in levels], sets_of(s)
     tokens = Tokens(folder, "train", s.block_size, config.vocab_size)
-    batches = make_batches(s, tokens, (Update(0, k, False) for k in itertools.count()))
     if name == "plain":
         sgd = torch.optim.SGD(model.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
-        steps = [lambda _, x, y: plain_step(model, sgd, x, y)]
+        steps = [lambda x, y, _: plain_step(model, sgd, x, y)]
 
     def timed(step, n):
-        """Seconds a step, and those it waits for its batch (the first of the n, ready since the pause before, left out)."""
+        """Seconds a step, and those it waits for its batch."""
         waited, begin = 0.0, clock(s.device)
         for i in range(n):
             asked = time.perf_counter()
-            x, y = next(batches)
-            waited += time.perf_counter() - asked if i else 0.0
-            step(s.lr, x, y)
-        return (clock(s.device) - begin) / n, waited / max(1, n - 1)
+            x, y = batch(s, tokens, Update(0, i, FINE, i, s.lr, False))
+            waited += time.perf_counter() - asked
+            step(x, y, s.lr)
+        return (clock(s.device) - begin) / n, waited / n
 
     first += sum(timed(step, 1)[0] for step in steps)
     begin = clock(s.device)
-    train.evaluate(s, model, tokens.batch(0, train.HELD_OUT, 0, s.batch_size).to(s.device))  # its forward pass compiles by itself
+    held_out = torch.from_numpy(tokens.batch(0, train.HELD_OUT, 0, s.batch_size)).to(s.device)
+    train.evaluate(s, model, held_out)  # its forward pass compiles by itself
     first += clock(s.device) - begin
     usual = [min(timed(step, 1)[0] for _ in range(3)) for step in steps]
     pipe.send(first - sum(usual))
@@ -118,8 +116,6 @@ def main(argv, turns=5, seconds=1.0):
     variants = dict(plain=replace(single, dtype="float32", compile="off"), multilevel=replace(s, mode="multilevel"), single=single)
     if s.compile == "on":
         variants["eager"] = replace(single, compile="off")
-    if s.device == "cuda" and "compile" not in given:  # which has only been tried on a stand-in: --compile on goes without
-        variants["graph"] = replace(single, compile="graph")
     context, pipes, first, rates = multiprocessing.get_context("spawn"), {}, {}, {}
     turn_of = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +134,7 @@ def main(argv, turns=5, seconds=1.0):
                     pipes[name].send(True)
                     turn_of[name].append(pipes[name].recv())
         except EOFError:
-            sys.exit(f"error: the variant {name} ended by itself (its message is above)"
-                     + ("; --compile on leaves it out" if name == "graph" else ""))
+            sys.exit(f"error: the variant {name} ended by itself (its message is above)")
         for pipe in pipes.values():
             pipe.send(False)
         for process in multiprocessing.active_children():
@@ -160,7 +155,7 @@ def main(argv, turns=5, seconds=1.0):
     less = flops_per_token(config, len(sets_of(variants["multilevel"])[0])) / flops_per_token(config)
     rows = [
         (f"{s.device}, {torch.get_num_threads()} threads, {s.batch_size} x {s.block_size} tokens", "plain: float32, eager",
-         f"ours: {s.dtype}, {COMPILED[s.compile]}", ""),
+         f"ours: {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}", ""),
         ("---", "---:", "---:", "---"),
         ("a step, ms", *(f"{t:,.1f}" for t in both), f"{both[0] / both[1]:.2f} times as fast"),
         ("tokens/s", *(f"{1e3 * s.batch_size * s.block_size / t:,.0f}" for t in both), f"{gflop:,.4g} GFLOP a step"),
@@ -180,8 +175,6 @@ def main(argv, turns=5, seconds=1.0):
                   f"compiled {ms['eager'] / ms['single']:.2f} times as fast"),
                  ("compiling all levels, s", "", f"{first['multilevel']:.0f}",
                   f"earned back after {first['multilevel'] / saved:,.0f} steps" if saved > 0 else "never earned back")]
-    if "graph" in ms:
-        rows.append(("with --compile graph: a step, ms", "", f"{ms['graph']:,.1f}", f"{ms['single'] / ms['graph']:.2f} times as fast"))
     for row in rows:
         print("| " + " | ".join(row) + " |")
     print(f"\nMedians of {turns} turns; {time.perf_counter() - began:.0f} seconds in all; PyTorch {torch.__version__}.")

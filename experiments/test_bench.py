@@ -37,8 +37,9 @@ def test_the_plain_step_is_the_same_step():
         torch.manual_seed(0)
         models.append(model := GPT(config))
         sgd = torch.optim.SGD(model.parameters(), s.lr)
-        losses.append([bench.plain_step(model, sgd, x, y) if plain else
-                       train.take_step(s, model, sgd, train.AverageGradients(model), s.lr, x, y) for _ in range(2)])
+        level = train.Level(train.replace(s, optimizer="sgd", momentum=0.0), "fine", model)
+        losses.append([bench.plain_step(model, sgd, x, y) if plain else level.step(x, y, s.lr)
+                       for _ in range(2)])
     torch.testing.assert_close(*losses)
     for p, q in zip(*(model.parameters() for model in models)):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)

@@ -33,7 +33,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from experiments.layer_parallel import LayerParallel, Threads, convergence_factor  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from train import FINE, HELD_OUT, RANK, WORLD, Tokens, fine_lr, make_optimizer, parse_settings  # noqa: E402
+from train import FINE, HELD_OUT, RANK, WORLD, Tokens, make_optimizer, parse_settings, rate  # noqa: E402
 from train import read_meta, say, settle, write_whole  # noqa: E402
 
 
@@ -101,12 +101,13 @@ def train(s, ls):
     engine = make_engine(s, ls, meta["vocab_size"])
     optimizer = make_optimizer(s, engine.mine)
     tokens = Tokens(s.data, "train", s.block_size, meta["vocab_size"])
-    held_out = Tokens(s.data, "val", s.block_size, meta["vocab_size"]).batch(0, HELD_OUT, 0, s.eval_sequences).to(s.device)
+    held_out = Tokens(s.data, "val", s.block_size, meta["vocab_size"])
+    held_out = torch.from_numpy(held_out.batch(0, HELD_OUT, 0, s.eval_sequences)).to(s.device)
     add_over_ranks(torch.zeros(1, device=s.device))  # rank 0 makes the folder when all have found it free
     if RANK == 0:
         os.makedirs(s.out, exist_ok=True)
         about = dict(settings=asdict(s), layer_parallel=asdict(ls), ranks=WORLD, torch=torch.__version__)
-        write_whole(os.path.join(s.out, "config.json"), lambda f: f.write(json.dumps(about, indent=1).encode()))
+        write_whole(os.path.join(s.out, "config.json"), json.dumps(about, indent=1).encode())
         log = open(os.path.join(s.out, "log.csv"), "w", newline="", encoding="utf-8")
         csv.writer(log).writerow(COLUMNS)
     begin, losses = time.perf_counter(), []
@@ -130,12 +131,12 @@ def train(s, ls):
 
     write_row(0, val_loss=validate())
     for step in range(s.steps):
-        lr, done = fine_lr(s, step), step + 1
+        lr, done = rate(s, step), step + 1
         for group in optimizer.param_groups:
             group["lr"] = lr
         check = iterations and ls.control != "off" and done % ls.check_interval == 0
         ran = tuple(2 * k for k in iterations) if check else iterations
-        batch = tokens.batch(s.seed, FINE, step, s.batch_size).to(s.device)
+        batch = torch.from_numpy(tokens.batch(s.seed, FINE, step, s.batch_size)).to(s.device)
         loss, squares = take_step(s, engine, optimizer, batch, ran)
         losses.append(loss)
         factors = (None, None)
