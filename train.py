@@ -102,7 +102,7 @@ class Settings:
 PRESETS = {
     "paper": {},
     "tiny": dict(data="data/stdlib", n_embd=64, n_head=4, block_size=64, batch_size=8, steps=1200,
-                 warmup=100, optimizer="adamw", schedule="wsd", lr=0.004, min_lr=0.0004,
+                 warmup=100, optimizer="adamw", schedule="wsd", lr=0.002, min_lr=0.0002,
                  start_steps=1350, cycles=10, coarse_steps=20, eval_interval=50,
                  eval_sequences=64, save_seconds=10.0),
 }
