@@ -47,7 +47,7 @@ def carry(model, keep):
     ours, theirs = set(model.parameters()), set(restrict(model, keep).parameters())
     found = {}
     for o in gc.get_objects():  # train.py gives prolong the model only
-        if isinstance(o, torch.optim.Optimizer):
+        if issubclass(type(o), torch.optim.Optimizer):
             held = {p for group in o.param_groups for p in group["params"]}
             if held == ours or held == theirs and o.state:
                 found[held == ours] = o
