@@ -58,7 +58,7 @@ def test_arms_cost_their_budget():
         assert (s.lr, s.min_lr) == (lr, pytest.approx(lr / 10))
         assert s.schedule == ("cosine" if what == "cosine" else "wsd") and s.optimizer == "adamw"
         assert s.cycles == (10 if what == "cycles" else s.cycles if s.mode == "single" else 0)
-    assert len({study.command_of("narrow", arm).__repr__() for arm in settings}) == len(settings)
+    assert len({str(study.command_of("narrow", arm)) for arm in settings}) == len(settings)
     assert not frontier.FRONTIER.keys() & study.ARMS.keys()
 
 
@@ -262,8 +262,8 @@ def test_copies_are_train_pys_own(data, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_moments_are_carried_into_the_checkpoint(optimizer, data, tmp_path, monkeypatch):
-    """Stopped right after the growth: the fine optimizer holds the start's moments."""
+def test_moments_are_carried(optimizer, data, tmp_path, monkeypatch):
+    """Right after the growth the fine optimizer holds the moments of the start's."""
     seen = []
 
     def copies(optimizer):
