@@ -397,6 +397,8 @@ def main(argv=None):
     if args.what != "run" and args.more:
         parser.error(f"unknown: {' '.join(args.more)}")
     args.arms = list(dict.fromkeys(a for name in args.arms for a in studies.get(name, [name])))
+    if args.what == "run" and args.scale != "narrow" and FRONTIER.keys() & args.arms:
+        parser.error("the arms of nested have the budgets of --scale narrow")
     {"run": run, "keep": keep, "report": report, "frontier": frontier.report,
      "rates": lambda args: print("\n".join(rates_table(args.scale)))}[args.what](args)
 
