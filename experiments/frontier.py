@@ -1,0 +1,261 @@
+"""The depth frontier, and nested iteration on it: its arms, tables and figure (study.py runs them).
+
+The lowest final loss over FLOPs of networks of 12, 6, 3 and 1 layers, each run to its end on its
+own schedule, and of 12 layers that began as 6, 3 or 1. Only the last loss of a complete run counts.
+"""
+
+import math
+import os
+import re
+import statistics
+import sys
+from typing import NamedTuple
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from experiments.plot import COLOURS, LABELS, pyplot, save  # noqa: E402
+from experiments.runs import check_alike, load, markdown  # noqa: E402
+from model import GPTConfig  # noqa: E402
+from multilevel import flops_per_token, flops_to_reach  # noqa: E402
+
+# Budgets are counted in fine steps of 12 layers. An arm's name says it all: depth, or blocks of the
+# start, then the budget, and what differs from wsd at 0.003 (and from a start of a third of it).
+DEPTHS, STARTS, BUDGETS = (12, 6, 3, 1), (3, 6, 1), (2500, 5000, 10000, 20000, 40000)
+ADAMW = ("--optimizer adamw --momentum 0.9 --schedule wsd --lr 0.003 --min_lr 0.0003 --warmup 300 "
+         "--eval_interval 250")
+
+
+def steps_for_one(n_layer):
+    """So many steps of n_layer layers have the FLOPs of one of 12, at the scale narrow."""
+    config = GPTConfig(vocab_size=257, block_size=64, n_layer=12, n_head=1, n_embd=64)
+    return flops_per_token(config) / flops_per_token(config, n_layer)
+
+
+def rate(lr):
+    return f"--lr {lr:g} --min_lr {lr / 10:g}"
+
+
+def scratch(depth, budget, more=""):
+    steps = round(budget * steps_for_one(depth))
+    return f"{ADAMW} --mode single --n_layer {depth} --steps {steps} {more}".strip()
+
+
+def nested(k, budget, share=1 / 3, more="", cycles=0):
+    """A start of k layers that takes `share` of the budget's FLOPs, then 12 layers for the rest;
+    with cycles, of 2 x budget / 100 steps of 6 layers each, those come out of the rest."""
+    start, fine = round(share * budget * steps_for_one(k)), (1 - share) * budget
+    if cycles:
+        fine -= cycles * 2 * (budget // 100) / steps_for_one(6)
+        more = f"--cycles {cycles} --coarse_steps {budget // 100} --keep_coarse_state {more}"
+    return (f"{ADAMW} --mode nested --start_layers {k} --start_steps {start} "
+            f"--steps {round(fine)} {more}").strip()
+
+
+def arms_of(b):
+    arms = {}
+    for k in STARTS:
+        arms[f"nested{k}-{b}"] = nested(k, b)
+        arms[f"nested{k}-{b}-late"] = nested(k, b, 0.6)
+    for d in DEPTHS:
+        arms[f"scratch{d}-{b}"] = scratch(d, b)
+    for d in DEPTHS:
+        arms[f"scratch{d}-{b}-cosine"] = scratch(d, b, "--schedule cosine")
+        for lr in (0.0015, 0.006, 0.012):
+            arms[f"scratch{d}-{b}-lr{lr:g}"] = scratch(d, b, rate(lr))
+    for k in STARTS:
+        for lr in (0.0015, 0.006):
+            arms[f"nested{k}-{b}-lr{lr:g}"] = nested(k, b, more=rate(lr))
+    if b <= 5000:  # what does it? (growth.py)
+        for growth in ("divide", "zero", "init", "carry"):
+            arms[f"nested3-{b}-{growth}"] = f"--growth {growth} {nested(3, b)}"
+        arms[f"nested3-{b}-cosine"] = nested(3, b, more="--schedule cosine")
+        arms[f"nested3-{b}-cycles"] = nested(3, b, cycles=10)
+        steps = round(b / 3 * steps_for_one(3)) + round(2 / 3 * b)  # so many batches nested3 sees
+        arms[f"equal-data12-{b}"] = f"{ADAMW} --mode single --n_layer 12 --steps {steps}"
+    return arms
+
+
+FRONTIER = {arm: flags for budget in BUDGETS for arm, flags in arms_of(budget).items()}
+VARIANTS = {"divide": "output matrices divided by 4", "zero": "new blocks' outputs zero",
+            "init": "new blocks as initialised", "carry": "moments carried", "cosine": "cosine",
+            "cycles": "10 cycles afterwards"}
+
+
+class Arm(NamedTuple):
+    """What the runs of an arm came to, as means over its seeds."""
+    name: str
+    kind: str    # scratch, nested or equal-data
+    depth: int   # of the network, or of the start
+    budget: int
+    what: str    # what its name says beyond that: "", cosine, lr0.006, late, divide, ...
+    losses: list  # final held-out losses, one a seed
+    flops: dict  # {"flops": all, "flops_blocks": of blocks only}
+    how: str     # schedule and rate
+
+    @property
+    def start(self):
+        """The share of the FLOPs that goes into the start of the arms tuned for the frontier."""
+        tuned = self.kind == "nested" and self.what not in VARIANTS.keys() - {"cosine"}
+        return ("0.6" if self.what == "late" else "1/3") if tuned else None
+
+    @property
+    def about(self):
+        if self.kind == "equal-data":
+            return "12 layers on as many batches"
+        late = ", start 0.6" * (self.what == "late")
+        return VARIANTS.get(self.what) or f"copies, {self.how}{late}"
+
+    @property
+    def loss(self):
+        return statistics.mean(self.losses)
+
+    def cell(self, tried):
+        more = f" ± {statistics.stdev(self.losses):.3f}" if len(self.losses) > 1 else ""
+        return f"{self.loss:.3f}{more} ({self.how}, {tried} tried)"
+
+
+def read_arms(runs):
+    """The arms of {arm: {seed: Run}}, of complete runs only."""
+    found = []
+    for name in FRONTIER:
+        ends = [run for _, run in sorted(runs.get(name, {}).items()) if run.complete]
+        if ends:
+            kind, depth, budget, what = re.fullmatch(r"(\D+)(\d+)-(\d+)-?(.*)", name).groups()
+            s = ends[0].about["settings"]
+            found.append(Arm(
+                name, kind, int(depth), int(budget), what, [run.last["val_loss"] for run in ends],
+                {c: ends[0].last[c] for c in ("flops", "flops_blocks")},
+                f"{s['schedule']} {s['lr']:g}"))
+    return found
+
+
+def best_of(arms, **which):
+    """The arm of the lowest loss among those with such fields, and how many there are."""
+    tried = [arm for arm in arms if all(getattr(arm, k) == v for k, v in which.items())]
+    return min(tried, key=lambda arm: arm.loss, default=None), len(tried)
+
+
+def frontier_of(arms, depth, column="flops"):
+    """[(FLOPs, loss)] of a depth, a point a budget, budgets ascending."""
+    best = [best_of(arms, kind="scratch", depth=depth, budget=budget)[0] for budget in BUDGETS]
+    return sorted((arm.flops[column], arm.loss) for arm in best if arm)
+
+
+def place(points, loss):
+    """(FLOPs, how) at which a frontier first has that loss, linear in log FLOPs between its points:
+    how is "=", or "<" or ">" with the first or last FLOPs where it lies outside of them."""
+    if loss > points[0][1]:
+        return points[0][0], "<"
+    reached = flops_to_reach([math.log(f) for f, _ in points], [v for _, v in points], loss)
+    return (points[-1][0], ">") if reached is None else (math.exp(reached), "=")
+
+
+def saving(arm, frontiers, column):
+    """1 - FLOPs of arm / FLOPs of the frontier that has its loss first, as a cell; frontiers:
+    {depth: points}. Where that lies beyond the budgets only the side on which it does is said."""
+    places = {d: place(points, arm.loss) for d, points in frontiers.items() if points}
+    reached = {d: p for d, p in places.items() if p[1] != ">"} or places
+    if not reached:
+        return ""
+    depth, (flops, how) = min(reached.items(), key=lambda item: item[1][0])
+    saved = round(1 - arm.flops[column] / flops, 3) + 0.0  # no -0.0
+    bound = "" if how == ">" and saved <= 0 else f" ({how} {saved:.1%})"
+    text = f"{saved:.1%}" if how == "=" else "beyond" + bound
+    return text + (f", {layers(depth)}" if len(frontiers) > 1 else "")
+
+
+def layers(n):
+    return f"{n} layer{'s' * (n > 1)}"
+
+
+def depth_table(arms):
+    """Depths and places of the switch by budgets: the lowest final losses."""
+    there = [b for b in BUDGETS if any(arm.budget == b for arm in arms)]
+    cost = {arm.budget: arm.flops["flops"] for arm in arms if arm.kind == "scratch"}
+    table = [["", *(f"{b:,} ({cost[b]:.2g} FLOPs)" if b in cost else f"{b:,}" for b in there)]]
+    lines = [(layers(d), dict(kind="scratch", depth=d)) for d in DEPTHS]
+    for k in STARTS:
+        for start in ("1/3", "0.6"):
+            lines.append((f"{k} → 12, start {start}", dict(kind="nested", depth=k, start=start)))
+    for label, which in lines:
+        found = [best_of(arms, budget=b, **which) for b in there]
+        table.append([label, *(arm.cell(tried) if arm else "" for arm, tried in found)])
+    return markdown(*table)
+
+
+def savings_table(arms):
+    """Every nested run against the frontiers."""
+    table = [["arm", "", "seeds", "final loss", "saving to 12 layers", "blocks only",
+              "to the best depth", "blocks only", "less the best shallow network's loss"]]
+    fronts = {column: {d: frontier_of(arms, d, column) for d in DEPTHS}
+              for column in ("flops", "flops_blocks")}
+    for arm in arms:
+        if arm.kind != "scratch":
+            shallow = [best_of(arms, kind="scratch", depth=d, budget=arm.budget)[0]
+                       for d in DEPTHS if d < 12]
+            lowest = min((other.loss for other in shallow if other), default=None)
+            table.append([
+                arm.name, arm.about, str(len(arm.losses)), f"{arm.loss:.3f}",
+                *(saving(arm, some(front), c) for some in (lambda f: {12: f[12]}, dict)
+                  for c, front in fronts.items()),
+                f"{arm.loss - lowest:+.3f}" if lowest is not None else ""])
+    return markdown(*table)
+
+
+def runs_table(runs):
+    table = [["arm", "seed", "FLOPs", "of blocks", "final loss", "lowest loss"]]
+    for name in (name for name in FRONTIER if name in runs):
+        for seed, run in sorted(runs[name].items()):
+            if run.complete:
+                lowest = min(r["val_loss"] for r in run.rows
+                             if r["level"] == "fine" and r["val_loss"] is not None)
+                table.append([name, str(seed), f"{run.last['flops']:.4g}",
+                              f"{run.last['flops_blocks']:.4g}", f"{run.last['val_loss']:.4f}",
+                              f"{lowest:.4f}"])
+    return markdown(*table)
+
+
+def figure(arms, path):
+    """Final losses over FLOPs: a line for each depth's frontier, a point for each nested run."""
+    fig, ax = pyplot().subplots(figsize=(7, 4.2))
+    for depth, colour in zip(DEPTHS, COLOURS):
+        if points := frontier_of(arms, depth):
+            ax.plot(*zip(*points), "o-", ms=3, lw=1.2, color=colour, label=layers(depth))
+        shown = [arm for arm in arms if arm.start and arm.depth == depth]
+        if shown:
+            ax.plot([arm.flops["flops"] for arm in shown], [arm.loss for arm in shown], "^", ms=5,
+                    color=colour, mfc="white", label=f"{depth} → 12 layers")
+    ax.set(xscale="log", xlabel=LABELS["flops"], ylabel="final held-out loss (nats a token)")
+    ax.legend(frameon=False)
+    save(fig, path)
+
+
+def report(args):
+    """Writes frontier.md and frontier.svg from the kept runs, and prints the first."""
+    folder = os.path.join(args.results, args.scale)
+    runs = load(args.results, args.scale, FRONTIER)
+    arms = read_arms(runs)
+    if not arms:
+        sys.exit(f"error: no complete run of the frontier below {folder}: python "
+                 f"experiments/study.py run --scale {args.scale} --arms nested, then keep")
+    check_alike(runs, folder)
+    s = next(iter(next(iter(runs.values())).values())).about["settings"]
+    text = "\n".join([
+        f"Scale `{args.scale}`, AdamW, {s['data']}, {s['dtype']}: final held-out losses in nats a "
+        "token (± is the standard deviation over seeds) of runs that came to the end of their own "
+        "schedule. Budgets are counted in steps of 12 layers; in parentheses which schedule and "
+        "rate of how many did best.",
+        "", *depth_table(arms), "",
+        "Saving: 1 - FLOPs of the run / FLOPs at which the frontier has its loss, linear in the "
+        "logarithm of FLOPs between budgets. Beyond: that lies outside of the budgets that were "
+        "run, and the saving is less (<) or more (>) than what their end gives. The best depth is "
+        "that of the frontier which has the loss first. Last: at the same budget.",
+        "", *savings_table(arms), "",
+        "Every run:",
+        "", *runs_table(runs)])
+    print(text)
+    with open(os.path.join(folder, "frontier.md"), "w", encoding="utf-8") as f:
+        f.write(text + "\n")
+    try:
+        figure(arms, os.path.join(folder, "frontier.svg"))
+    except ImportError:
+        print("no figure: pip install matplotlib", file=sys.stderr)
