@@ -91,39 +91,6 @@ STUDIES = {  # study -> arm -> flags of train.py
     },
 }
 ARMS = {arm: flags for arms in STUDIES.values() for arm, flags in arms.items()}
-# The depth frontier and nested iteration on it (narrow, AdamW): every run to its end on its own schedule, at budgets counted in
-# fine steps of 12 layers. An arm's name says it all: depth or start -> depth, budget, and what differs from wsd at 0.003.
-BUDGETS = (2500, 5000, 10000, 20000, 40000)
-ADAMW = "--optimizer adamw --momentum 0.9 --schedule wsd --lr 0.003 --min_lr 0.0003 --warmup 300 --eval_interval 250"
-
-
-def fine_steps(budget, depth, vocab_size=257, n_embd=64, block_size=64):
-    """So many steps of `depth` layers have the FLOPs of `budget` steps of 12."""
-    config = GPTConfig(vocab_size, block_size, 12, 1, n_embd)
-    return round(budget * flops_per_token(config) / flops_per_token(config, depth))
-
-
-def rate(lr):
-    return f"--lr {lr:g} --min_lr {lr / 10:g}"
-
-
-def nested(k, budget, share, more=""):
-    """A start of k layers that takes `share` of the budget's FLOPs, then 12 layers for the rest."""
-    return f"{ADAMW} --mode nested --start_layers {k} --start_steps {fine_steps(share * budget, k)} " \
-           f"--steps {round((1 - share) * budget)} {more}".strip()
-
-
-FRONTIER = {
-    **{f"scratch{d}-{b}": f"{ADAMW} --mode single --n_layer {d} --steps {fine_steps(b, d)}" for b in BUDGETS for d in (12, 6, 3, 1)},
-    **{f"scratch{d}-{b}-lr{lr:g}": f"{ADAMW} --mode single --n_layer {d} --steps {fine_steps(b, d)} {rate(lr)}"
-       for b in BUDGETS for d in (12, 6, 3, 1) for lr in (0.0015, 0.006, 0.012)},
-    **{f"scratch{d}-{b}-cosine": f"{ADAMW} --mode single --n_layer {d} --steps {fine_steps(b, d)} --schedule cosine"
-       for b in BUDGETS for d in (12, 6, 3, 1)},
-    **{f"nested{k}-{b}": nested(k, b, 1 / 3) for b in BUDGETS for k in (3, 6, 1)},
-    **{f"nested{k}-{b}-late": nested(k, b, 0.6) for b in BUDGETS for k in (3, 6, 1)},
-    **{f"nested{k}-{b}-lr{lr:g}": nested(k, b, 1 / 3, rate(lr)) for b in BUDGETS for k in (3, 6, 1) for lr in (0.0015, 0.006)},
-}
-ARMS.update(FRONTIER)
 EARLY = 0.02  # nats below its baseline's lowest loss at which an arm may stop with --stop_early
 WINDOW = 1000  # fine steps of a mean training loss: 500 of one sequence each leave a noise of 0.02
 

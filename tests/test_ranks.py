@@ -21,7 +21,7 @@ WITHIN = 60  # seconds in which any of these runs must have ended
 
 
 class Two:
-    """A run of two processes, as torchrun starts them on one host; each has its own idea of --out."""
+    """A run of two processes, as torchrun starts them on one host, each with its own --out."""
 
     def __init__(self, data, outs, *more):
         with socket.socket() as s:
@@ -69,8 +69,8 @@ def test_all_modes_equal_one_process_and_rank_0_alone_writes(data, tmp_path):
         torch.testing.assert_close(weights[1][name], p, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("more, stop", [(MORE, 10), (NESTED, 8)])  # in a cycle; before the growth
-def test_two_ranks_resume_one(data, tmp_path, monkeypatch, more, stop):
+def test_two_ranks_resume_one_before_its_growth(data, tmp_path, monkeypatch):
+    more, stop = [*NESTED, *MORE], 8
     run(data, tmp_path / "one", *more)
     step, updates = train.Level.step, []
 

@@ -45,7 +45,7 @@ def test_micro_batches_change_nothing_but_rounding(data, tmp_path):
 
 # Stopped and resumed ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("more", [[], [*ADAMW, "--keep_coarse_state"], [*NESTED, *ADAMW]])
+@pytest.mark.parametrize("more", [["--keep_coarse_state"], [*NESTED, *ADAMW]])
 def test_resuming_after_kill_9_and_sigterm_equals_the_run_never_stopped(data, tmp_path, more):
     run(data, tmp_path / "whole", *more)
     command = [*TRAIN, *RUN, "--data", data, "--out", str(tmp_path / "cut"), *more]
@@ -287,13 +287,12 @@ def test_compare_ends_with_one_table_and_then_the_samples(data, tmp_path, capfd)
     assert capfd.readouterr().out.startswith("ab")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_what_the_terminal_cannot_print_is_escaped(data, tmp_path, encoding):
+def test_what_the_terminal_cannot_print_is_escaped(data, tmp_path):
     run(data, tmp_path / "run", "--target_loss", "9")
     done = subprocess.run(
         [*TRAIN, "--mode", "sample", "--out", str(tmp_path / "run"), "--prompt", "漢字",
          "--device", "cpu", "--max_new_tokens", "20"], capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": encoding})
+        env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and done.stdout.startswith(rb"\u6f22\u5b57") and not done.stderr
 
 
