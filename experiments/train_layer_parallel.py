@@ -55,7 +55,7 @@ class LayerSettings:
 
 
 OPTIONS = {"solver": ("mgrit", "serial"), "relax": ("F", "FCF"), "control": ("off", "watch", "switch", "refine")}
-USED = {"preset", "data", "out", "overwrite", "n_layer", "n_head", "n_embd", "block_size", "steps", "batch_size", "schedule",
+USED = {"preset", "data", "out", "overwrite", "n_layer", "n_head", "n_embd", "block_size", "steps", "batch_size", "schedule", "decay",
         "lr", "min_lr", "warmup", "optimizer", "momentum", "weight_decay", "grad_clip", "eval_interval", "eval_sequences",
         "log_interval", "seed", "device"}
 COLUMNS = ["level", "step", "tokens", "lr", "train_loss", "val_loss", "seconds", "forward_iterations", "adjoint_iterations",
