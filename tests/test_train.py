@@ -201,7 +201,7 @@ def test_one_process_at_a_time_and_nothing_to_clean_up_after_a_kill(data, tmp_pa
         assert process.poll() is None
         time.sleep(0.01)
     for more in (["--resume", "--steps", 100000], ["--overwrite"]):
-        line = one_line(capfd, *out, *more)
+        line = one_line(capfd, *out, *more, "--target_loss", 9)  # or it would be done at once
         assert f"{tmp_path / 'run'} is in use by another process" in line
     assert (tmp_path / "run/ckpt.pt").exists() and process.poll() is None
     process.kill()
