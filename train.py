@@ -673,6 +673,8 @@ def sample_from_folder(s):
 
 def main(argv=None):
     s, given = parse_settings(argv)
+    if hasattr(sys.stdout, "reconfigure"):  # whatever a model writes can be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if s.mode == "sample":
             return sample_from_folder(s)
@@ -711,5 +713,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    sys.stdout.reconfigure(errors="backslashreplace")  # print whatever a model writes
     main()
