@@ -213,8 +213,23 @@ def test_one_process_at_a_time_and_nothing_to_clean_up_after_a_kill(data, tmp_pa
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(data, tmp_path, capfd):
     line = one_line(capfd, "--data", data, "--out", tmp_path / "run", "--lr", "1e20")
-    assert re.search(r"the loss is (nan|inf) at (fine|coarse\d) step \d|are not finite", line)
+    assert re.search(r"the loss is (nan|inf) at (fine|coarse\d) step \d", line)
     assert "checkpoint" in line and "--grad_clip 1" in line
+    assert all(p.isfinite().all() for p in weights(tmp_path / "run").values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, capfd, monkeypatch):
+    step, lines = train.Level.step, []
+
+    def broken(level, *args):
+        loss = step(level, *args)  # was finite
+        lines.append(loss)
+        if len(lines) == 12:
+            next(level.net.parameters()).data[0] = float("inf")
+        return loss
+    monkeypatch.setattr(train.Level, "step", broken)
+    line = one_line(capfd, "--data", data, "--out", tmp_path / "run", "--log_interval", "1")
+    assert "the weights are not finite" in line and "checkpoint" in line
     assert all(p.isfinite().all() for p in weights(tmp_path / "run").values())
 
 
