@@ -138,6 +138,15 @@ def test_folders_of_an_earlier_version_resume_or_are_refused_in_one_line(data, t
     assert "another version" in one_line(capfd, *out, "--resume")
 
 
+def test_a_target_is_the_fine_models_not_the_starts(data, tmp_path):
+    run(data, tmp_path / "whole", *NESTED)
+    first = next(r["val_loss"] for r in train.read_log(tmp_path / "whole")
+                 if r["level"] == "coarse1" and r["val_loss"])
+    run(data, tmp_path / "run", *NESTED, "--target_loss", str(first))
+    rows = train.read_log(tmp_path / "run")
+    assert not rows[-1]["level"].startswith("coarse") and rows[-1]["val_loss"] <= first
+
+
 # A run folder is never lost -----------------------------------------------------------------------
 
 def test_a_run_folder_is_never_overwritten_unasked(data, tmp_path, capfd):
