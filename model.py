@@ -1,7 +1,9 @@
-"""The decoder that is trained: a pre-norm GPT with learned positions, a tied head, no biases and norms without parameters.
+"""The decoder that is trained: a pre-norm GPT with learned positions, a tied head, no biases and
+norms without parameters.
 
-It knows nothing of levels. A block is one Euler step x <- x + F(x, theta) of an ordinary differential equation in depth
-(arXiv 2504.18590, Eqs. 1 and 2), which is what lets `multilevel.py` run the same blocks with a coarser discretization.
+It knows nothing of levels. A block is one Euler step x <- x + F(x, theta) of an ordinary
+differential equation in depth (arXiv 2504.18590, Eqs. 1 and 2), which is what lets `multilevel.py`
+run the same blocks with a coarser discretization.
 """
 
 import math
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 @dataclass
 class GPTConfig:
-    """The sizes of a decoder; the defaults are the paper's 22,368,512 parameters. Raises ValueError for sizes that cannot be."""
+    """The sizes of a decoder; the defaults are the paper's 22,368,512 parameters. Raises ValueError
+    for sizes that cannot be."""
     vocab_size: int = 50257  # V, GPT-2's tokens
     block_size: int = 256    # T, the longest context
     n_layer: int = 12        # N, the number of blocks (time steps of the ODE)
@@ -36,8 +39,8 @@ def norm(x):
 def attend(q, k, v):
     """Causal attention; q, k, v and the result are (B, n_head, T, head width).
 
-    On the CPU in bfloat16 PyTorch's fused kernel is slower than the product written out as long as the (T, T) scores fit in the
-    caches, so there it is written out. Everywhere else the fused kernel is the better one.
+    On the CPU in bfloat16 PyTorch's fused kernel is slower than the product written out as long as
+    the (T, T) scores fit in the caches, so there it is written out.
     """
     T = q.shape[-2]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 512:
@@ -61,17 +64,20 @@ class Block(nn.Module):
 
     def forward(self, x):
         B, T, d = x.shape
-        q, k, v = (z.view(B, T, self.n_head, -1).transpose(1, 2) for z in self.qkv(norm(x)).chunk(3, dim=-1))
+        q, k, v = (z.view(B, T, self.n_head, -1).transpose(1, 2)
+                   for z in self.qkv(norm(x)).chunk(3, dim=-1))
         x = x + self.attn_out(attend(q, k, v).transpose(1, 2).reshape(B, T, d))
         return x + self.mlp_out(F.gelu(self.mlp_in(norm(x))))
 
 
 class Head(nn.Module):
-    """Final norm, then logits (B, T, V), or with targets (B, T) their mean cross-entropy in nats. Its weight is the embedding's.
+    """Final norm, then logits (B, T, V), or with targets (B, T) their mean cross-entropy in nats.
+    Its weight is the embedding's.
 
-    With targets the logits, by far the largest tensor of a step, get no name: what the backward pass needs is all that stays.
-    `F.linear_cross_entropy` would keep even less, but PyTorch 2.13's chunked version takes several times as long on a CPU and
-    rounds the loss of bfloat16 inputs to bfloat16; a smaller `--micro_batch` saves the same.
+    With targets the logits, by far the largest tensor of a step, get no name: what the backward
+    pass needs is all that stays. `F.linear_cross_entropy` would keep even less, but takes several
+    times as long on a CPU (PyTorch 2.13) and rounds the loss of bfloat16 inputs to bfloat16; a
+    smaller `--micro_batch` saves the same.
     """
 
     def __init__(self, weight):
@@ -93,14 +99,17 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = Head(self.wte.weight)
-        for name, p in self.named_parameters():  # GPT-2's: the 2N branches that add to the stream start smaller
-            nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("_out.weight") else 0.02)
+        for name, p in self.named_parameters():  # GPT-2's: branches that add to the stream: smaller
+            branches = 2 * config.n_layer if name.endswith("_out.weight") else 1
+            nn.init.normal_(p, std=0.02 / math.sqrt(branches))
 
     def forward(self, idx, targets=None):
-        """idx: int64 (B, T), T <= block_size. Returns (logits (B, T, V), None), or with targets (B, T) (None, mean loss in nats)."""
+        """idx: int64 (B, T), T <= block_size. Returns (logits (B, T, V), None), or with targets
+        (B, T) (None, mean loss in nats)."""
         T = idx.shape[1]
         if T > self.config.block_size:
-            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {self.config.block_size}")
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size = "
+                             f"{self.config.block_size}")
         x = self.wte(idx) + self.wpe.weight[:T]
         for block in self.blocks:
             x = block(x)
@@ -108,15 +117,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Appends max_new_tokens sampled tokens to idx: int64 (B, T) -> (B, T + max_new_tokens). Temperature 0 takes the likeliest,
-        top_k (0: all) samples from so many likeliest."""
+        """Appends max_new_tokens sampled tokens to idx: int64 (B, T) -> (B, T + max_new_tokens).
+        Temperature 0 takes the likeliest, top_k (0: all) samples from so many likeliest."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()
             if temperature < 1e-6:  # 0, or so little that dividing by it overflows
                 new = logits.argmax(-1, keepdim=True)
             else:
                 if top_k:
-                    logits[logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]] = float("-inf")
+                    least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                    logits[logits < least] = float("-inf")
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), num_samples=1)
             idx = torch.cat((idx, new), dim=1)
         return idx

@@ -50,21 +50,11 @@ def get_tokenizer(name):
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str="(?s:.)", mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 256}, explicit_n_vocab=257)
-    result = ["no answer in 60 s"]
-
-    def load():
-        try:
-            result[0] = tiktoken.get_encoding(name)
-        except Exception as e:  # having no network shows up as any of a dozen kinds
-            result[0] = type(e).__name__
-
-    # tiktoken downloads without a time-out; waiting for a thread puts one around it.
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(60)
-    if isinstance(result[0], str):
-        raise SystemExit(f"error: cannot download tokenizer {name} ({result[0]}). {NO_NETWORK}")
-    return result[0]
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as e:  # having no network shows up as any of a dozen kinds
+        raise SystemExit(f"error: cannot download tokenizer {name} ({type(e).__name__}). "
+                         f"{NO_NETWORK}")
 
 # --- Sources: generators of (text, share of the source read so far), from document `start` on -----
 

@@ -1,4 +1,4 @@
-"""The machinery of train.py: kills, resumes, faults, bad input. test_multilevel.py has the method."""
+"""The machinery of train.py: kills, resumes, faults, bad input. Its method: test_multilevel.py."""
 
 import json
 import os
