@@ -1,10 +1,12 @@
-"""What a training step costs: ours as train.py runs it against the plain loop that a user would write. Prints one Markdown table.
+"""What a training step costs: as train.py runs it, against the plain loop that a user would write.
 
-    python experiments/bench.py                  # the paper's model; batch 64 on CUDA, 8 elsewhere; a few minutes on two CPU cores
+    python experiments/bench.py                  # the paper's model: minutes on two CPU cores
     python experiments/bench.py --preset tiny    # any of train.py's flags
 
-Every variant runs in a process of its own, with its own peak memory, and they take turns: what disturbs the machine disturbs
-all of them. Each figure is a median over the turns. Tokens are random, in a shard that is written first.
+Prints one Markdown table. The paper's batch is 64 sequences on CUDA, 8 elsewhere; tokens are
+random, in a shard that is written first. Every variant runs in a process of its own, with its own
+peak memory, and they take turns: what disturbs the machine disturbs all of them. Each figure is a
+median over the turns.
 """
 
 import multiprocessing
@@ -46,7 +48,8 @@ def clock(device):
 
 
 def work(name, s, config, folder, seconds, pipe):
-    """One variant, in its own process. Sends what its first steps cost, then one measurement for each True that it receives."""
+    """One variant, in its own process. Sends what its first steps cost, then a measurement for each
+    True that it receives."""
     if name == "plain" and USERS_THP is None:
         os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
     begin = time.perf_counter()
@@ -56,7 +59,7 @@ def work(name, s, config, folder, seconds, pipe):
     model, steps, sets = levels[0].net, [level.step for level in levels], sets_of(s)
     tokens = Tokens(folder, "train", s.block_size, config.vocab_size)
     if name == "plain":
-        sgd = torch.optim.SGD(model.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        sgd = torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay)
         steps = [lambda x, y, _: plain_step(model, sgd, x, y)]
 
     def timed(step, n):
@@ -83,9 +86,13 @@ def work(name, s, config, folder, seconds, pipe):
             restrict(model, keep)
             prolong(model, keep, s.delta)
         between = clock(s.device) - begin
-        memory = torch.cuda.max_memory_allocated() if s.device == "cuda" else \
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        pipe.send(dict(fine=times[0][0], coarse=[t for t, _ in times[1:]], waited=times[0][1], between=between, memory=memory))
+        if s.device == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        else:  # in bytes on macOS, in KiB elsewhere
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory *= 1 if sys.platform == "darwin" else 1024
+        pipe.send(dict(fine=times[0][0], coarse=[t for t, _ in times[1:]], waited=times[0][1],
+                       between=between, memory=memory))
 
 
 def matrix_rate(device, dtype, seconds):
@@ -101,35 +108,26 @@ def matrix_rate(device, dtype, seconds):
     return 2 * d**3 * n / (clock(device) - begin)
 
 
-def main(argv, turns=5, seconds=1.0):
-    """Measures for so many turns of about so many seconds a variant. Prints the table and returns its rows."""
-    began = time.perf_counter()
-    train.__doc__ = __doc__  # what --help says
-    s, given = train.parse_settings(argv)
-    V = train.read_meta(s.data)["vocab_size"] if "data" in given else 257 if s.preset == "tiny" else 50257
-    config = GPTConfig(V, s.block_size, s.n_layer, s.n_head, s.n_embd)
-    s = settle(s, config)
-    if s.preset == "paper" and "batch_size" not in given:
-        s = replace(s, batch_size=64 if s.device == "cuda" else 8)
-    # The multilevel variant is the first to compile, into an empty cache; the single-level one then finds it full.
-    single = replace(s, mode="single")
-    variants = dict(plain=replace(single, dtype="float32", compile="off"), multilevel=replace(s, mode="multilevel"), single=single)
-    if s.compile == "on":
-        variants["eager"] = replace(single, compile="off")
-    context, pipes, first, rates = multiprocessing.get_context("spawn"), {}, {}, {}
-    turn_of = {name: [] for name in variants}
+def measure(variants, config, turns, seconds):
+    """All variants, in turn: ({name: what its first steps cost}, {name: its measurements},
+    {dtype: FLOP/s of matrix products})."""
+    context, s = multiprocessing.get_context("spawn"), variants["single"]
+    pipes, first, turn_of, rates = {}, {}, {name: [] for name in variants}, {}
     with tempfile.TemporaryDirectory() as folder:
-        np.random.default_rng(0).integers(V, size=1_000_000).astype("<u2").tofile(f"{folder}/train_000000.bin")
+        tokens = np.random.default_rng(0).integers(config.vocab_size, size=1_000_000)
+        tokens.astype("<u2").tofile(f"{folder}/train_000000.bin")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         try:
             for name, settings in variants.items():
                 pipes[name], theirs = context.Pipe()
-                context.Process(target=work, args=(name, settings, config, folder, seconds, theirs), daemon=True).start()
+                context.Process(target=work, daemon=True,
+                                args=(name, settings, config, folder, seconds, theirs)).start()
                 theirs.close()
                 first[name] = pipes[name].recv()
             for _ in range(turns):
                 for dtype in ("float32", s.dtype):
-                    rates.setdefault(dtype, []).append(matrix_rate(s.device, dtype, seconds / 4))
+                    rate = matrix_rate(s.device, dtype, seconds / 4)
+                    rates.setdefault(dtype, []).append(rate)
                 for name in variants:
                     pipes[name].send(True)
                     turn_of[name].append(pipes[name].recv())
@@ -139,45 +137,82 @@ def main(argv, turns=5, seconds=1.0):
             pipe.send(False)
         for process in multiprocessing.active_children():
             process.join()
+    return first, turn_of, rates
 
+
+def table(s, config, first, turn_of, rates):
+    """The rows of the table, from what measure returns. s: the settings of `single`."""
     def median(name, value):
-        return statistics.median(value(turn) for turn in turn_of[name])
+        return statistics.median(map(value, turn_of[name]))
 
-    ms = {name: 1e3 * median(name, lambda turn: turn["fine"]) for name in variants}
-    gb = {name: median(name, lambda turn: turn["memory"]) / 1e9 for name in variants}
+    ms = {name: 1e3 * median(name, lambda turn: turn["fine"]) for name in turn_of}
+    gb = {name: median(name, lambda turn: turn["memory"]) / 1e9 for name in turn_of}
     both = ms["plain"], ms["single"]
-    gflop = s.flop_factor * s.batch_size * s.block_size * flops_per_token(config) / 1e9
+    tokens = s.batch_size * s.block_size
+    gflop = s.flop_factor * tokens * flops_per_token(config) / 1e9
     peak = [statistics.median(rates[dtype]) / 1e12 for dtype in ("float32", s.dtype)]
     ratio = median("multilevel", lambda turn: statistics.mean(turn["coarse"]) / turn["fine"])
-    cycle = median("multilevel", lambda turn: turn["fine"] + s.coarse_steps * sum(turn["coarse"]) + turn["between"])
+    coarse = len(sets_of(replace(s, mode="multilevel"))[0])
+    less = flops_per_token(config, coarse) / flops_per_token(config)
+    cycle = median("multilevel", lambda turn: (
+        turn["fine"] + s.coarse_steps * sum(turn["coarse"]) + turn["between"]))
     between = median("multilevel", lambda turn: turn["between"])
     waits = median("single", lambda turn: turn["waited"] / turn["fine"])
-    less = flops_per_token(config, len(sets_of(variants["multilevel"])[0])) / flops_per_token(config)
     rows = [
-        (f"{s.device}, {torch.get_num_threads()} threads, {s.batch_size} x {s.block_size} tokens", "plain: float32, eager",
+        (f"{s.device}, {torch.get_num_threads()} threads, {s.batch_size} x {s.block_size} tokens",
+         "plain: float32, eager",
          f"ours: {s.dtype}, {'compiled' if s.compile == 'on' else 'eager'}", ""),
         ("---", "---:", "---:", "---"),
         ("a step, ms", *(f"{t:,.1f}" for t in both), f"{both[0] / both[1]:.2f} times as fast"),
-        ("tokens/s", *(f"{1e3 * s.batch_size * s.block_size / t:,.0f}" for t in both), f"{gflop:,.4g} GFLOP a step"),
+        ("tokens/s", *(f"{1e3 * tokens / t:,.0f}" for t in both), f"{gflop:,.4g} GFLOP a step"),
         ("TFLOP/s", *(f"{gflop / t:.3g}" for t in both), ""),
-        ("... of matrix products in that type", *(f"{p:.3g}" for p in peak), "measured in turn with the steps"),
+        ("... of matrix products in that type", *(f"{p:.3g}" for p in peak),
+         "measured in turn with the steps"),
         ("... share of that", *(f"{gflop / t / p:.0%}" for t, p in zip(both, peak)), ""),
         ("peak memory, GB", f"{gb['plain']:.2f}", f"{gb['single']:.2f}",
          "on the device" if s.device == "cuda" else "of the process"),
-        ("... of a multilevel run", "", f"{gb['multilevel']:.2f}", f"{gb['multilevel'] / gb['single']:.2f} times single-level"),
+        ("... of a multilevel run", "", f"{gb['multilevel']:.2f}",
+         f"{gb['multilevel'] / gb['single']:.2f} times single-level"),
         ("coarse over fine step, time", "", f"{ratio:.3f}", f"FLOPs: {less:.3f}"),
-        ("restrict and prolong, share of a cycle", "", f"{between / cycle:.3%}", f"{s.coarse_steps} steps a coarse model"),
+        ("restrict and prolong, share of a cycle", "", f"{between / cycle:.3%}",
+         f"{s.coarse_steps} steps a coarse model"),
         ("waiting for data, share of a step", "", f"{waits:.3%}", ""),
     ]
     if "eager" in ms:
         saved = (ms["eager"] - ms["single"]) / 1e3
+        earned = "never earned back"
+        if saved > 0:
+            earned = f"earned back after {first['multilevel'] / saved:,.0f} steps"
         rows += [("ours, but eager: a step, ms", "", f"{ms['eager']:,.1f}",
                   f"compiled {ms['eager'] / ms['single']:.2f} times as fast"),
-                 ("compiling all levels, s", "", f"{first['multilevel']:.0f}",
-                  f"earned back after {first['multilevel'] / saved:,.0f} steps" if saved > 0 else "never earned back")]
+                 ("compiling all levels, s", "", f"{first['multilevel']:.0f}", earned)]
+    return rows
+
+
+def main(argv, turns=5, seconds=1.0):
+    """Measures for so many turns of about so many seconds a variant. Prints the table and returns
+    its rows."""
+    began = time.perf_counter()
+    train.__doc__ = __doc__  # what --help says
+    s, given = train.parse_settings(argv)
+    V = 257 if s.preset == "tiny" else 50257
+    if "data" in given:
+        V = train.read_meta(s.data)["vocab_size"]
+    config = GPTConfig(V, s.block_size, s.n_layer, s.n_head, s.n_embd)
+    s = settle(s, config)
+    if s.preset == "paper" and "batch_size" not in given:
+        s = replace(s, batch_size=64 if s.device == "cuda" else 8)
+    single = replace(s, mode="single")
+    # The multilevel variant compiles first, into an empty cache, which `single` then finds full.
+    variants = dict(plain=replace(single, dtype="float32", compile="off"),
+                    multilevel=replace(s, mode="multilevel"), single=single)
+    if s.compile == "on":
+        variants["eager"] = replace(single, compile="off")
+    rows = table(single, config, *measure(variants, config, turns, seconds))
     for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print(f"\nMedians of {turns} turns; {time.perf_counter() - began:.0f} seconds in all; PyTorch {torch.__version__}.")
+        print(f"| {' | '.join(row)} |")
+    print(f"\nMedians of {turns} turns; {time.perf_counter() - began:.0f} seconds in all; "
+          f"PyTorch {torch.__version__}.")
     return rows
 
 
