@@ -230,8 +230,9 @@ def test_schedule():
                      (8000, 1.2e-4 + 1.08e-3 * middle)]:
         assert train.rate(s, step) == pytest.approx(lr, rel=1e-6)
     assert sum(train.rate(s, k) for k in range(16000)) == pytest.approx(10.5, abs=0.05)
-    assert s.coarse_lr == 1.2e-3 and settings("--lr", "0.5").coarse_lr == 0.5
-    assert settings("--coarse_lr", "0.5").lr == 1.2e-3
+    for flags, lr in (([], 1.2e-3), (["--lr", "0.5"], 0.5), (["--coarse_lr", "0.5"], 0.5)):
+        coarse = {u.lr for u in train.plan(settings(*flags), GPTConfig()) if u.level}
+        assert coarse == {lr}  # constant, without a warm-up
     constant = settings("--schedule", "constant")
     assert [train.rate(constant, k) for k in (714, 8000, 15999)] == [1.2e-3] * 3
     wsd = settings("--schedule", "wsd", "--decay", "0.25")  # constant for 12,000, linear for 4,000

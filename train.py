@@ -25,6 +25,7 @@ import sys
 import time
 import timeit
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 # For the CPU, before torch reads them; what you set yourself stays. Large pages for large tensors:
@@ -39,6 +40,8 @@ import torch.distributed as dist
 from model import GPT, GPTConfig
 from multilevel import coarse_sets, flops_per_token, flops_to_reach, prolong, restrict
 from prepare_data import Tokens, claim, get_tokenizer, read_meta, write_whole
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Settings:
     # the paper's cycles
     cycles: int = 35            # so many fine steps, the first, are followed by one (nested: 0)
     coarse_steps: int = 100     # steps of a coarse model in a cycle
-    coarse_lr: float = 0.0      # constant rate of the coarse models; 0: the same as lr
+    coarse_lr: float = 0.0      # rate of the coarse models, constant; 0: lr
     delta: float = 0.25         # weight of the kept block when a skipped one is averaged with it
     kind: str = "alternate"     # coarse sets: alternate, stride, random, permuted, full (a control)
     stride: int = 2             # for --kind stride
@@ -110,18 +113,20 @@ PRESETS = {
 
 # The plan of updates ------------------------------------------------------------------------------
 
-FINE, COARSE, HELD_OUT = range(3)  # streams of batches: fine step k sees the same one in any mode
+# Streams of batches. Start and fine steps, counted together, take batch 0, 1, 2, ... of FINE: so
+# step j sees the same batch in any mode. The steps of cycles have a stream of their own.
+FINE, COARSE, HELD_OUT = range(3)
 
 
 class Update(NamedTuple):
     """One optimizer step of a run."""
     level: int          # whose step: 0 the fine model's, i coarse model i's
-    step: int           # counted from 0 over the run; steps of cycles are counted together
-    stream: int         # of batches ...
-    batch: int          # ... and the number of the batch in it
+    step: int           # from 0: of the start, of the fine steps, or of all cycles together
+    stream: int         # which stream of batches
+    batch: int          # the number of the batch in it
     lr: float           # rate
-    last: bool          # the last of a visit to this level: after a coarse model's, prolong
-    delta: float = 0.0  # ... by so much
+    last: bool          # the last of a visit to this level: if it is a coarse one, prolong
+    delta: float = 0.0  # by so much
 
 
 def rate(s, j):
@@ -139,15 +144,17 @@ def rate(s, j):
 
 
 def sets_of(s):
-    """The kept blocks of coarse models 1, 2, ...: nested iteration's start, then a cycle's."""
+    """The kept blocks of coarse models 1, 2, ...: nested iteration's start, then a cycle's. Each is
+    restricted from the fine model and prolongs to it: one more is one more list of blocks here."""
     start = []
     if s.mode == "nested":
         if not 1 <= s.start_layers < s.n_layer or s.n_layer % s.start_layers:
             raise ValueError(f"start_layers = {s.start_layers} must divide n_layer = {s.n_layer}, "
                              "and be less")
         start = [list(range(0, s.n_layer, s.n_layer // s.start_layers))]
-    cycles = s.mode == "multilevel" or s.mode == "nested" and s.cycles
-    return start + (coarse_sets(s.n_layer, s.kind, s.stride, s.seed) if cycles else [])
+    if s.mode == "multilevel" or (s.mode == "nested" and s.cycles):
+        return start + coarse_sets(s.n_layer, s.kind, s.stride, s.seed)
+    return start
 
 
 def plan(s, config):
@@ -156,17 +163,18 @@ def plan(s, config):
     start = s.start_steps if nested else 0
     for j in range(start):  # nested iteration: solve on the coarse grid, then copy (delta = 1)
         updates.append(Update(1, j, FINE, j, rate(s, j), last=j + 1 == start, delta=1.0))
-    cycle = range(1 + nested, 1 + len(sets_of(s)))  # the coarse models of a cycle
+    coarse_models = list(range(1, 1 + len(sets_of(s))))[nested:]  # those of a cycle
     for k in range(s.steps):
-        visits = [i for i in cycle if not s.in_turn or k % len(cycle) == cycle.index(i)]
-        visits = visits if k < s.cycles else []
+        visits = coarse_models if k < s.cycles else []
+        if visits and s.in_turn:
+            visits = [visits[k % len(visits)]]
         end = bool(visits) or k + 1 == s.steps
         updates.append(Update(0, k, FINE, start + k, rate(s, start + k), end))
         for level in visits:
-            n = visit_length(s, config, k)
-            updates += [Update(level, j, COARSE, j, s.coarse_lr, j + 1 == coarse_step + n, s.delta)
-                        for j in range(coarse_step, coarse_step + n)]
-            coarse_step += n
+            first, coarse_step = coarse_step, coarse_step + visit_length(s, config, k)
+            for j in range(first, coarse_step):
+                lr, last = s.coarse_lr or s.lr, j + 1 == coarse_step
+                updates.append(Update(level, j, COARSE, j, lr, last, s.delta))
     return updates
 
 
@@ -175,8 +183,9 @@ def visit_length(s, config, cycle):
     not the steps, of the paper's two halves, rounded so that the sum over all cycles is right."""
     if s.kind != "full":
         return s.coarse_steps
-    steps = s.coarse_steps * (1 if s.in_turn else 2)
-    steps *= flops_per_token(config, s.n_layer // 2) / flops_per_token(config)
+    halves = 1 if s.in_turn else 2
+    cost_of_half = flops_per_token(config, s.n_layer // 2) / flops_per_token(config)
+    steps = halves * s.coarse_steps * cost_of_half
     return round((cycle + 1) * steps) - round(cycle * steps)
 
 
@@ -189,15 +198,20 @@ def due(s, u):
 # A level, and its step ----------------------------------------------------------------------------
 
 class Level:
-    """The fine model or a coarse one, with an optimizer of its own."""
+    """The fine model, or a coarse one, which runs the blocks keep of it; and its optimizer."""
 
     def __init__(self, s, name, net, keep=None):
         self.s, self.name, self.net, self.keep = s, name, net, keep
         self.forget()
 
     def forget(self):
-        """Starts the optimizer afresh, without momentum. The weights are the fine model's."""
-        self.optimizer = make_optimizer(self.s, self.net)
+        """Starts the optimizer afresh: moments zero. The weights, the fine model's own, stay."""
+        s, more = self.s, dict(weight_decay=self.s.weight_decay, fused=self.s.device == "cuda")
+        if s.optimizer == "adamw":
+            betas = s.momentum or 0.9, 0.95
+            self.optimizer = torch.optim.AdamW(self.net.parameters(), s.lr, betas, **more)
+        else:
+            self.optimizer = torch.optim.SGD(self.net.parameters(), s.lr, s.momentum, **more)
 
     def step(self, x, y, lr):
         """One optimizer step with rate lr on x, y: int64 (B, T). Returns this rank's mean loss,
@@ -216,13 +230,6 @@ class Level:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
-
-
-def make_optimizer(s, net):
-    more = dict(weight_decay=s.weight_decay, fused=s.device == "cuda")  # one kernel for all weights
-    if s.optimizer == "adamw":
-        return torch.optim.AdamW(net.parameters(), s.lr, (s.momentum or 0.9, 0.95), **more)
-    return torch.optim.SGD(net.parameters(), s.lr, s.momentum, **more)
 
 
 def make_levels(s, config):
@@ -265,7 +272,7 @@ def train(s):
         run.row("fine", 0, val_loss=evaluate(s, model, held_out))
     for u in run.todo:
         level = levels[u.level]
-        run.count(u, level.step(*batch(s, tokens, u), u.lr))
+        run.count(level.step(*batch(s, tokens, u), u.lr))
         val_loss = evaluate(s, level.net, held_out) if due(s, u) else None
         if val_loss is not None or u.last or (u.step + 1) % s.log_interval == 0:
             run.row(level.name, u.step + 1, u.lr, val_loss)
@@ -296,34 +303,32 @@ def batch(s, tokens, u):
 
 COLUMNS = ["level", "step", "tokens", "flops", "flops_blocks", "lr", "train_loss", "val_loss",
            "seconds"]
-NEW = dict(position=0, tokens=0, flops=0.0, flops_blocks=0.0, seconds=0.0, val_loss=math.inf)
 
 
 class RunFolder:
     """What a run leaves behind, and how far it is (`at`). Rank 0 writes.
 
     A checkpoint is made right after a row of the log: the weights, the optimizer of each level, and
-    `at`. Batches and rates follow from the place in the plan, so that is enough to go on to the
-    same log, bit for bit. Rows that were logged after it are cut off, since they come again.
+    `at`. Batches, rates and FLOPs follow from the place in the plan, so that is enough to go on to
+    the same log, bit for bit. Rows that were logged after it are cut off, since they come again.
     """
 
     def __init__(self, s, data, levels, updates):
-        self.s, self.levels, self.updates, self.model = s, levels, updates, levels[0].net
-        self.path, tokens = f"{s.out}/ckpt.pt", s.batch_size * s.block_size
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.cost = [dict(position=1, tokens=tokens, **{  # what an update of a level adds to `at`
-            key: s.flop_factor * tokens * flops_per_token(self.model, len(level.net.blocks), head)
-            for key, head in (("flops", True), ("flops_blocks", False))}) for level in levels]
-        self.whole = sum(self.cost[u.level]["flops"] for u in updates)
+        self.s, self.levels, self.model, self.path = s, levels, levels[0].net, f"{s.out}/ckpt.pt"
+        self.tokens, self.flops, self.losses = s.batch_size * s.block_size, {}, []
+        for column, head in (("flops", True), ("flops_blocks", False)):  # up to each place
+            cost = [s.flop_factor * self.tokens *
+                    flops_per_token(self.model, len(level.net.blocks), head) for level in levels]
+            self.flops[column] = list(accumulate((cost[u.level] for u in updates), initial=0.0))
         if RANK == 0:
             os.makedirs(s.out, exist_ok=True)
             self.log = open(f"{s.out}/log.csv", "a", newline="", encoding="utf-8")
             claim(self.log, s.out)  # no other process may write here until this one is done
         state = from_rank_0(read_checkpoint(s.out) if s.resume and RANK == 0 else None)
-        self.is_new, self.losses = not state, state["losses"] if state else []
-        self.at = state["count"] if state else dict(NEW)
+        self.is_new, self.at = not state, dict(position=0, seconds=0.0, val_loss=math.inf)
         if state:
             with reading(self.path):
+                self.at.update(state["count"])
                 self.model.load_state_dict(state["model"])
                 for level, saved in zip(levels, state["optimizers"], strict=True):
                     level.optimizer.load_state_dict(saved)
@@ -331,10 +336,11 @@ class RunFolder:
             self.begin_log(data, state["log_bytes"] if state else 0)
         self.todo = [] if self.at_target() else updates[self.at["position"]:]
         self.saved = self.said = time.perf_counter()
-        self.began, self.said_tokens = self.saved - self.at["seconds"], self.at["tokens"]
-        say(f"{s.out}: {s.mode}, {self.parameters:,} parameters, {s.device}, {s.dtype}, compile "
-            f"{s.compile}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n"
-            f"{len(updates):,} updates, {self.whole:.3g} FLOPs, {len(self.todo):,} updates to go")
+        self.began, self.said_at = self.saved - self.at["seconds"], self.at["position"]
+        say(f"{s.out}: {s.mode}, {sum(map(torch.numel, self.model.parameters())):,} parameters, "
+            f"{s.device}, {s.dtype}, compile {s.compile}, {WORLD} rank(s) of "
+            f"{torch.get_num_threads()} thread(s)\n{len(updates):,} updates, "
+            f"{self.flops['flops'][-1]:.3g} FLOPs, {len(self.todo):,} updates to go")
 
     def begin_log(self, data, log_bytes):
         """The log as it was when the checkpoint was made, or its header, and config.json."""
@@ -346,63 +352,63 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)
             about = dict(settings=asdict(self.s), data={k: data.get(k) for k in DATA_KEYS},
-                         parameters=self.parameters, torch=torch.__version__)
+                         parameters=sum(map(torch.numel, self.model.parameters())),
+                         torch=torch.__version__)
             write_whole(f"{self.s.out}/config.json", json.dumps(about, indent=1).encode())
             csv.writer(self.log).writerow(COLUMNS)
 
     def at_target(self):
         return self.at["val_loss"] <= self.s.target_loss
 
-    def count(self, u, loss):
+    def count(self, loss):
         """Takes note of an update and its loss, which may still be on its way."""
         self.losses.append(loss)
-        for key, more in self.cost[u.level].items():
-            self.at[key] += more
+        self.at["position"] += 1
 
     def row(self, name, step, lr=None, val_loss=None):
         """Adds a row to log.csv. Its training loss is the mean since the row before: here losses
         are fetched, averaged over the ranks and checked."""
-        losses, at = [], self.at
-        if self.losses:
-            losses = torch.stack([torch.as_tensor(x, device=self.s.device) for x in self.losses])
+        at, losses, self.losses = self.at, self.losses, []
+        if losses:
+            losses = torch.stack(losses)
             if WORLD > 1:
                 dist.all_reduce(losses)
             losses = (losses / WORLD).tolist()
         for back, loss in enumerate(reversed(losses)):
             if not math.isfinite(loss):
                 self.broken(f"the loss is {loss} at {name} step {step - back}")
-        train_loss, self.losses = sum(losses) / len(losses) if losses else None, []
+        train_loss = sum(losses) / len(losses) if losses else None
         at["seconds"] = time.perf_counter() - self.began
         if val_loss is not None and not name.startswith("coarse"):
             at["val_loss"] = val_loss  # the fine model's
         if RANK == 0:
-            csv.writer(self.log).writerow([
-                name, step, at["tokens"], f"{at['flops']:.0f}", f"{at['flops_blocks']:.0f}", lr,
-                train_loss, val_loss, f"{at['seconds']:.3f}"])
+            flops = [f"{flops[at['position']]:.0f}" for flops in self.flops.values()]
+            csv.writer(self.log).writerow([name, step, at["position"] * self.tokens, *flops, lr,
+                                           train_loss, val_loss, f"{at['seconds']:.3f}"])
             self.log.flush()
         if val_loss is not None or time.perf_counter() - self.said > 5:
-            self.say(name, step, lr, train_loss, val_loss)
+            self.say(f"{name:>8} step {step:5}", lr, train_loss, val_loss)
 
-    def say(self, name, step, *numbers):
+    def say(self, where, *numbers):
         """A line of progress; its speed is that since the line before."""
-        at, now, share = self.at, time.perf_counter(), self.at["flops"] / self.whole
-        speed = (at["tokens"] - self.said_tokens) / (now - self.said)
-        left = int(at["seconds"] * (1 / share - 1)) if share else 0
+        now, place, flops = time.perf_counter(), self.at["position"], self.flops["flops"]
+        speed = (place - self.said_at) * self.tokens / (now - self.said)
+        left = int(self.at["seconds"] * (flops[-1] / flops[place] - 1)) if place else 0
         lr, train_loss, val_loss = ("" if x is None else f"{x:.4g}" for x in numbers)
-        say(f"{name:>8} step {step:5} | lr {lr:9} | train {train_loss:5} | val {val_loss:5} | "
-            f"{speed:7,.0f} tokens/s | {share:4.0%}, {left // 60}:{left % 60:02} left")
-        self.said, self.said_tokens = now, at["tokens"]
+        say(f"{where} | lr {lr:9} | train {train_loss:5} | val {val_loss:5} | {speed:7,.0f} "
+            f"tokens/s | {flops[place] / flops[-1]:4.0%}, {left // 60}:{left % 60:02} left")
+        self.said, self.said_at = now, place
 
     def save_or_stop(self):
         """Saves when it is time and a row has just been written. True at the end of the run."""
-        end = self.at["position"] == len(self.updates) or self.at_target()
+        end = self.at["position"] + 1 == len(self.flops["flops"]) or self.at_target()
         due = end or time.perf_counter() - self.saved > self.s.save_seconds
         if due and not self.losses and RANK == 0:
             if not all(p.isfinite().all() for p in self.model.parameters()):
                 self.broken("the weights are not finite")
             os.fsync(self.log.fileno())
-            state = dict(count=self.at, losses=[], log_bytes=self.log.tell(),
-                         config=asdict(self.model.config), model=self.model.state_dict(),
+            state = dict(count=self.at, log_bytes=self.log.tell(), model=self.model.state_dict(),
+                         config=asdict(self.model.config),
                          optimizers=[level.optimizer.state_dict() for level in self.levels])
             torch.save(state, buffer := io.BytesIO())
             write_whole(self.path, buffer.getbuffer())
@@ -410,9 +416,9 @@ class RunFolder:
         return end
 
     def broken(self, what):
-        sys.exit(f"error: {what}: try a smaller --lr, or --grad_clip 1. The last good checkpoint "
-                 f"is {self.path}" if os.path.exists(self.path) else f"error: {what}, before there "
-                 "was a checkpoint: try a smaller --lr, or --grad_clip 1")
+        last = f"is {self.path}" if os.path.exists(self.path) else "was not made yet"
+        sys.exit(f"error: {what}: try a smaller --lr, or --grad_clip 1 (the last good checkpoint "
+                 f"{last})")
 
 
 @contextlib.contextmanager
@@ -434,8 +440,7 @@ def read_checkpoint(folder):
         return None
     with reading(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {k: state[k] for k in ("count", "losses", "log_bytes", "config", "model",
-                                      "optimizers")}
+        return {k: state[k] for k in ("count", "log_bytes", "config", "model", "optimizers")}
 
 
 def read_config(folder):
@@ -455,9 +460,6 @@ def read_log(folder):
 
 
 # ... ranks and the machine ------------------------------------------------------------------------
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
-
 
 def say(*words):
     """Prints, on rank 0. That nobody reads it any more does not end a run."""
@@ -481,7 +483,8 @@ def join_ranks(s):
 def from_rank_0(what):
     """What rank 0 gives, on every rank."""
     if WORLD > 1:
-        dist.broadcast_object_list(box := [what])
+        box = [what]
+        dist.broadcast_object_list(box)
         return box[0]
     return what
 
@@ -490,10 +493,10 @@ def average_over_ranks(parameters):
     """Data parallelism: each gradient becomes its mean over the ranks."""
     if WORLD > 1:
         gradients = [p.grad for p in parameters]
-        for waiting in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
-            waiting.wait()
-        for gradient in gradients:
-            gradient /= WORLD
+        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message, not dozens
+        dist.all_reduce(flat)
+        for gradient, mean in zip(gradients, (flat / WORLD).split([g.numel() for g in gradients])):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def autocast(s):
@@ -501,7 +504,7 @@ def autocast(s):
 
 
 def settle(s, config):
-    """Decides what is left to `auto`. The run's first line says it, and it stays."""
+    """Decides what is left to `auto`: the first line that a run prints says how."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": 1}
     device = next(d for d in there if there[d]) if s.device == "auto" else s.device
     if not there[device]:
@@ -512,7 +515,7 @@ def settle(s, config):
         fast = (1.5 * time_of(torch.bfloat16) < time_of(torch.float32) if device == "cpu" else
                 device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
         dtype = "bfloat16" if fast else "float32"
-    if compiled == "auto":  # earned back after so many FLOPs (experiments/bench.py), or never
+    if compiled == "auto":  # earned back after so many FLOPs, if ever (experiments/bench.py)
         work = s.flop_factor * s.steps * s.batch_size * s.block_size * flops_per_token(config)
         gains = device == "cuda" or device == "cpu" and dtype == "bfloat16"
         compiled = "on" if gains and work > 1.5e13 else "off"
@@ -534,7 +537,7 @@ CHOICES = {"mode": ["single", "multilevel", "nested", "compare", "sample"], "pre
 AT_LEAST_1 = {"steps", "start_steps", "batch_size", "eval_interval", "eval_sequences",
               "log_interval", "max_new_tokens"}
 FREE = {"preset", "out", "resume", "overwrite", "save_seconds", "target_loss", "prompt",
-        "max_new_tokens", "temperature", "top_k"}  # no matter to what a run computes
+        "max_new_tokens", "temperature", "top_k"}  # these may change when a run is resumed
 DATA_KEYS = ["tokenizer", "vocab_size", "train_tokens", "val_tokens"]
 
 
@@ -555,12 +558,9 @@ def parse_settings(argv):
         value, least = getattr(s, f.name), int(f.name in AT_LEAST_1)
         if f.type in (int, float) and not (math.isfinite(value) and value >= least):
             sys.exit(f"error: --{f.name} {value} must be at least {least}")
-    return as_mode(replace(s, coarse_lr=s.coarse_lr or s.lr), s.mode, given), set(given)
-
-
-def as_mode(s, mode, given):
-    no_cycles = mode == "nested" and "cycles" not in given
-    return replace(s, mode=mode, cycles=0 if no_cycles else s.cycles)
+    if s.mode == "nested" and "cycles" not in given:
+        s.cycles = 0
+    return s, set(given)
 
 
 def recorded(s, given):
@@ -631,27 +631,27 @@ def table(logs):
 def compare(s, given):
     """The three modes one after the other, from the same weights, on the same batches. The nested
     run has the single-level run's FLOPs: what its start takes comes off its fine steps."""
-    out, done = s.out or f"out/{s.preset}", []
     config = checked(replace(s, mode="multilevel"))[1]
     start = s.start_steps * flops_per_token(config, s.start_layers) / flops_per_token(config)
-    nested = replace(as_mode(s, "nested", given), steps=s.steps - round(start))
+    nested = replace(s, mode="nested", steps=s.steps - round(start),
+                     cycles=s.cycles if "cycles" in given else 0)
     checked(nested)
     if nested.steps < 1:
         sys.exit(f"error: --start_steps {s.start_steps} cost {start:.0f} fine steps, more than all")
-    for run in (replace(s, mode="single"), replace(s, mode="multilevel"), nested):
-        done.append(train(recorded(replace(run, out=f"{out}/{run.mode}"), given)))
+    done = [train(recorded(replace(run, out=f"{s.out or f'out/{s.preset}'}/{run.mode}"), given))
+            for run in (replace(s, mode="single"), replace(s, mode="multilevel"), nested)]
     if RANK == 0:
-        say("\n" + "\n".join(table({s.mode: read_log(s.out) for _, s in done})))
+        say("\n" + "\n".join(table({run.mode: read_log(run.out) for _, run in done})))
         say("One seed, one length. Not shown: what the schedule does without coarse models (--kind "
             f"full), and what {s.start_layers} layers\nalone do with the FLOPs: --mode single "
             f"--n_layer {s.start_layers} --steps {round(s.steps * s.start_steps / start)}")
-        tokenizer = get_tokenizer(read_meta(s.data)["tokenizer"])
-        for model, s in done:
-            say(f"\n--- a sample of the {s.mode} run\n{sample(model, s, tokenizer)}")
+        for model, run in done:
+            say(f"\n--- a sample of the {run.mode} run\n{sample(model, run)}")
 
 
-def sample(model, s, tokenizer):
+def sample(model, s):
     """Text that continues s.prompt at the start of a document; the same for the same seed."""
+    tokenizer = get_tokenizer(read_config(s.out)["data"]["tokenizer"])
     torch.manual_seed(s.seed)
     ids = torch.tensor([[tokenizer.eot_token, *tokenizer.encode_ordinary(s.prompt)]])
     with torch.compiler.set_stance("force_eager"):  # its lengths vary: compiled anew for each
@@ -667,8 +667,10 @@ def sample_from_folder(s):
         model = GPT(GPTConfig(**state["config"]))
         model.load_state_dict(state["model"])
     s = settle(replace(s, compile="off"), model.config)
-    tokenizer = get_tokenizer(read_config(s.out)["data"]["tokenizer"])
-    say(sample(model.to(s.device), s, tokenizer))
+    say(sample(model.to(s.device), s))
+
+
+AGAIN = "--resume goes on from the last checkpoint"
 
 
 def main(argv=None):
@@ -687,28 +689,30 @@ def main(argv=None):
             dist.barrier()  # a rank that leaves while another still talks to it can abort at exit
             dist.destroy_process_group()
         return
-    except SystemExit as e:
-        what = e.code
     except KeyboardInterrupt:
-        say("stopped: the same command with --resume goes on from the last checkpoint")
+        say(f"stopped: the same command with {AGAIN}")
         what = 130
-    except OSError as e:
-        what = (f"error: {e.filename or s.out or 'out'}: {e.strerror or e}: once that is mended, "
-                "--resume goes on from the last checkpoint")
-    except (RuntimeError, MemoryError) as e:
-        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(e):
-            size = max(1, (s.micro_batch or s.batch_size // WORLD) // 2)
-            what = f"error: out of memory: --resume --micro_batch {size} goes on in smaller pieces"
-        elif WORLD > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e).lower()):
-            what = (f"error: rank {RANK} of {WORLD} stops, since another one has: --resume goes on "
-                    "from the last checkpoint")
-        else:
-            raise
+    except (Exception, SystemExit) as e:
+        what = explained(s, e)
     if WORLD == 1:
         sys.exit(what)
     if isinstance(what, str):
         sys.stderr.write(what + "\n")  # in one piece, beside the lines of other ranks
     os._exit(1 if isinstance(what, str) else what)  # the threads of gloo can abort an orderly exit
+
+
+def explained(s, e):
+    """What is wrong and what to type, of an exception that a user can cause; raises any other."""
+    if isinstance(e, SystemExit):
+        return e.code
+    if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(e):
+        size = max(1, (s.micro_batch or s.batch_size // WORLD) // 2)
+        return f"error: out of memory: --resume --micro_batch {size} goes on in smaller pieces"
+    if WORLD > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e).lower()):
+        return f"error: rank {RANK} of {WORLD} stops, since another one has: {AGAIN}"
+    if isinstance(e, OSError):
+        return f"error: {e.filename or s.out or 'out'}: {e.strerror or e}: once mended, {AGAIN}"
+    raise e
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ def test_arms_use_flags_of_train_and_differ():
         # In full: argparse takes prefixes too.
         assert {w[2:] for w in flags if w.startswith("--")} <= names
         s = settings[scale, arm] = train.parse_settings(flags)[0]
-        assert (s.steps, s.warmup, s.n_layer) == (16000, 715, 12) and s.coarse_lr == s.lr
+        assert (s.steps, s.warmup, s.n_layer) == (16000, 715, 12) and not s.coarse_lr
     assert len({repr(s) for s in settings.values()}) == len(settings)
     for arm in study.ARMS:
         arms = [settings["paper", a] for a in (arm, study.baseline_of(arm))]
