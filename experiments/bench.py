@@ -47,10 +47,10 @@ def clock(device):
     return time.perf_counter()
 
 
-def work(name, s, config, folder, seconds, pipe):
+def work(name, s, config, folder, seconds, users_thp, pipe):
     """One variant, in its own process. Sends what its first steps cost, then a measurement for each
-    True that it receives."""
-    if name == "plain" and USERS_THP is None:
+    True that it receives. users_thp: USERS_THP of the process that began it, before train.py."""
+    if name == "plain" and users_thp is None:
         os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
     begin = time.perf_counter()
     s = settle(s, config)
@@ -59,8 +59,7 @@ def work(name, s, config, folder, seconds, pipe):
     model, steps, sets = levels[0].net, [level.step for level in levels], sets_of(s)
     tokens = Tokens(folder, "train", s.block_size, config.vocab_size)
     if name == "plain":
-        sgd = torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay)
-        steps = [lambda x, y, _: plain_step(model, sgd, x, y)]
+        steps = [lambda x, y, _: plain_step(model, levels[0].optimizer, x, y)]
 
     def timed(step, n):
         """Seconds a step, and those it waits for its batch."""
@@ -121,7 +120,8 @@ def measure(variants, config, turns, seconds):
             for name, settings in variants.items():
                 pipes[name], theirs = context.Pipe()
                 context.Process(target=work, daemon=True,
-                                args=(name, settings, config, folder, seconds, theirs)).start()
+                                args=(name, settings, config, folder, seconds, USERS_THP,
+                                      theirs)).start()
                 theirs.close()
                 first[name] = pipes[name].recv()
             for _ in range(turns):
