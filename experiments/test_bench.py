@@ -15,6 +15,7 @@ from experiments import bench  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from multilevel import flops_per_token  # noqa: E402
 
+torch.set_num_threads(1)  # more of them, and a forked process waits for them for ever
 SMALL = ("--preset tiny --n_layer 4 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 "
          "--device cpu --dtype float32 --compile off").split()
 
