@@ -72,10 +72,10 @@ class Settings:
     weight_decay: float = 0.0   # at every level
     grad_clip: float = 0.0      # largest norm of a gradient, at every level; 0: no clipping
     # nested iteration
-    start_layers: int = 3       # k: the start trains the first block of each group of N/k blocks
+    start_layers: int = 3       # so many blocks, each the first of a group, are trained first
     start_steps: int = 8000     # steps of the start, before the fine steps
     # the paper's cycles
-    cycles: int = 35            # so many fine steps, the first, are followed by one (nested: 0)
+    cycles: int = 35            # one after each of the first so many fine steps (nested: 0)
     coarse_steps: int = 100     # steps of a coarse model in a cycle
     coarse_lr: float = 0.0      # rate of the coarse models, constant; 0: lr
     delta: float = 0.25         # weight of the kept block when a skipped one is averaged with it
@@ -114,7 +114,8 @@ PRESETS = {
 # The plan of updates ------------------------------------------------------------------------------
 
 # Streams of batches. Start and fine steps, counted together, take batch 0, 1, 2, ... of FINE: so
-# step j sees the same batch in any mode. The steps of cycles have a stream of their own.
+# step j sees the same batch in any mode. The steps of cycles have a stream of their own, and the
+# held-out sequences are one batch, the same for any seed.
 FINE, COARSE, HELD_OUT = range(3)
 
 
@@ -462,7 +463,7 @@ def read_log(folder):
 # ... ranks and the machine ------------------------------------------------------------------------
 
 def say(*words):
-    """Prints, on rank 0. That nobody reads it any more does not end a run."""
+    """Prints, on rank 0. A reader that has gone (a closed pipe) does not end a run."""
     if RANK == 0:
         try:
             print(*words, flush=True)
@@ -536,8 +537,9 @@ CHOICES = {"mode": ["single", "multilevel", "nested", "compare", "sample"], "pre
            "compile": ["auto", "on", "off"]}
 AT_LEAST_1 = {"steps", "start_steps", "batch_size", "eval_interval", "eval_sequences",
               "log_interval", "max_new_tokens"}
+# What may change when a run is resumed:
 FREE = {"preset", "out", "resume", "overwrite", "save_seconds", "target_loss", "prompt",
-        "max_new_tokens", "temperature", "top_k"}  # these may change when a run is resumed
+        "max_new_tokens", "temperature", "top_k"}
 DATA_KEYS = ["tokenizer", "vocab_size", "train_tokens", "val_tokens"]
 
 
@@ -637,7 +639,8 @@ def compare(s, given):
                      cycles=s.cycles if "cycles" in given else 0)
     checked(nested)
     if nested.steps < 1:
-        sys.exit(f"error: --start_steps {s.start_steps} cost {start:.0f} fine steps, more than all")
+        sys.exit(f"error: --start_steps {s.start_steps} take the FLOPs of {start:.0f} fine "
+                 f"steps, and there are {s.steps}")
     done = [train(recorded(replace(run, out=f"{s.out or f'out/{s.preset}'}/{run.mode}"), given))
             for run in (replace(s, mode="single"), replace(s, mode="multilevel"), nested)]
     if RANK == 0:
