@@ -258,7 +258,7 @@ def test_data_of_one_file_killed_at_any_write_and_resumed(tmp_path, monkeypatch)
             room[0] = -1
             prepare(tmp_path / str(n), *command)
             assert files_in(tmp_path / str(n) / "d") == files_in(tmp_path / "undisturbed" / "d")
-    assert n > 6  # progress.json, four shards, progress.json, meta.json
+    assert n > 6  # five shards, progress.json, which becomes meta.json
 
 
 @pytest.mark.parametrize("text", ["", "one", "0123456789"])
