@@ -1,121 +1,179 @@
-"""Table and figure of layer-parallel runs, from the logs of train_layer_parallel.py. The figure wants matplotlib.
+"""Tables and figures of layer-parallel runs, from what train_layer_parallel.py left. Figures want
+matplotlib.
 
-    python experiments/layer_parallel_figure.py out/layer_parallel experiments/results/layer_parallel
-    python experiments/layer_parallel_figure.py experiments/results/layer_parallel experiments/results/layer_parallel  # once more
+    R=experiments/results/layer_parallel
+    python experiments/layer_parallel_figure.py out/layer_parallel $R
+    python experiments/layer_parallel_figure.py $R $R      # once more
 
-reads ARM-SEED/config.json and log.csv in the first folder, finished runs only, and writes into the second one the settings and the
-rows with an evaluation or a convergence factor (under the same names, so that it can read them again), table.md, loss.svg and the
-table once more to the screen. Differences are from the arm `serial` of the same seed.
+reads ARM-SEED/ in the first folder, complete runs only, and writes into the second one, under the
+same names, settings, checks and the rows with an evaluation (so that it can read them again), and
+table.md and loss.svg. Differences are from the arm `serial` of the same seed. If the second folder
+holds a gradients*.md, a table of `gradients`, detectors.svg shows what forecasts the error in it.
 """
 
 import csv
+import glob
 import json
 import os
+import shutil
 import statistics
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from experiments.train_layer_parallel import COLUMNS  # noqa: E402
-from train import read_log  # noqa: E402
+from experiments.runs import markdown, read_run, write_log  # noqa: E402
 
 
 def read_runs(source):
-    """{arm: {seed: (settings, rows)}}"""
+    """{arm: {seed: (Run, checks)}}: checks as dicts of float, None where a cell is empty."""
     arms = {}
     for name in sorted(os.listdir(source)):
-        if os.path.exists(os.path.join(source, name, "log.csv")):
-            with open(os.path.join(source, name, "config.json"), encoding="utf-8") as f:
-                config = json.load(f)
-            rows = [r for r in read_log(os.path.join(source, name)) if r["val_loss"] is not None or r["forward_factor"] is not None]
-            if rows and rows[-1]["step"] == config["settings"]["steps"]:
-                arm, _, seed = name.rpartition("-")
-                arms.setdefault(arm, {})[seed] = config, rows
-            else:
-                print(f"{name} is not finished: left out", file=sys.stderr)
+        if not (run := read_run(os.path.join(source, name))):
+            continue
+        if not run.complete:
+            print(f"{name} is not finished: left out", file=sys.stderr)
+            continue
+        with open(os.path.join(source, name, "checks.csv"), encoding="utf-8") as f:
+            checks = [{k: float(v) if v else None for k, v in row.items()}
+                      for row in csv.DictReader(f)]
+        arm, _, seed = name.rpartition("-")
+        arms.setdefault(arm, {})[seed] = run, checks
     return arms
 
 
-def write_run(folder, config, rows):
-    os.makedirs(folder, exist_ok=True)
+def keep(source, target, name, run):
+    os.makedirs(folder := os.path.join(target, name), exist_ok=True)
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
-        json.dump(config, f, indent=1)
-    with open(os.path.join(folder, "log.csv"), "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        json.dump(run.about, f, indent=1)
+    write_log(os.path.join(folder, "log.csv"), [r for r in run.rows if r["val_loss"] is not None])
+    if source != target:
+        shutil.copy(os.path.join(source, name, "checks.csv"), folder)
 
 
 def values(rows, column):
     return {r["step"]: r[column] for r in rows if r[column] is not None and r["step"]}
 
 
-def switch_of(rows):
+def inexact(checks):
+    return [row for row in checks if row["forward_iterations"]]
+
+
+def switch_of(checks):
     """The step of the check after which the run went on serially, or None."""
-    mgrit = [r["step"] for r in rows if r["level"] == "mgrit"]
-    return int(mgrit[-1]) if mgrit and rows[-1]["level"] == "serial" else None
+    before = inexact(checks)
+    return int(before[-1]["step"]) if 0 < len(before) < len(checks) else None
 
 
 def table(arms):
-    yield "| arm | seeds | last validation loss | less serial's | switch at step | last iterations | largest factors | evaluations |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    rows = [["arm", "seeds", "last validation loss", "less serial's", "switch at step",
+             "last iterations", "largest factors", "evaluations"]]
     for arm, runs in arms.items():
         cells = []
-        for seed, (_, rows) in runs.items():
-            loss, serial = rows[-1]["val_loss"], arms.get("serial", {}).get(seed)
-            last = ([r for r in rows if r["level"] == "mgrit"] or [None])[-1]
-            check = 1 if last is None or last["forward_factor"] is None else 2  # which runs twice the iterations
-            factors = [max(values(rows, c).values(), default=None) for c in ("forward_factor", "adjoint_factor")]
-            cells.append((f"{loss:.4f}", f"{loss - serial[1][-1]['val_loss']:+.4f}" if serial and arm != "serial" else "-",
-                          str(switch_of(rows) or "-"),
-                          f"{last['forward_iterations'] / check:.0f} + {last['adjoint_iterations'] / check:.0f}" if last else "-",
-                          "-" if None in factors else "{:.3f}, {:.3f}".format(*factors)))
-        work = statistics.mean(rows[-1]["evaluations"] for _, rows in runs.values())
-        yield "| " + " | ".join([arm, " / ".join(runs), *(" / ".join(x) for x in zip(*cells)), f"{work:,.0f}"]) + " |"
+        for seed, (run, checks) in runs.items():
+            loss, serial = run.last["val_loss"], arms.get("serial", {}).get(seed)
+            last = inexact(checks)[-1:]
+            factors = [max(values(checks, f"{way}_factor").values(), default=None)
+                       for way in ("forward", "adjoint")]
+            cells.append((
+                f"{loss:.4f}",
+                f"{loss - serial[0].last['val_loss']:+.4f}" if serial and arm != "serial" else "-",
+                str(switch_of(checks) or "-"),
+                *([f"{row['forward_iterations']:.0f} + {row['adjoint_iterations']:.0f}"
+                   for row in last] or "-"),
+                "-" if None in factors else "{:.3f}, {:.3f}".format(*factors)))
+        work = statistics.mean(checks[-1]["evaluations"] for _, checks in runs.values())
+        rows.append([arm, " / ".join(runs), *map(" / ".join, zip(*cells)), f"{work:,.0f}"])
+    return "\n".join(markdown(*rows))
 
 
-def figure(arms, path):
+def figure(arms, plt):
+    fig, (loss, difference, factor) = plt.subplots(1, 3, figsize=(12, 3.6))
+    for i, (arm, runs) in enumerate(arms.items()):
+        for j, (seed, (run, checks)) in enumerate(runs.items()):
+            style, losses = dict(color=f"C{i}", lw=1, alpha=0.8), values(run.rows, "val_loss")
+            loss.plot(*zip(*losses.items()), **style, label=None if j else arm)
+            serial = arms.get("serial", {}).get(seed)
+            serial = values(serial[0].rows, "val_loss") if serial else {}
+            less = {step: x - serial[step] for step, x in losses.items() if step in serial}
+            difference.plot(list(less), list(less.values()), **style)
+            seen = [values(checks, f"{way}_factor") for way in ("forward", "adjoint")]
+            for factors, line in zip(seen, ("-", "--")):
+                factor.plot(list(factors), list(factors.values()), line, **style)
+            if step := switch_of(checks):
+                difference.plot(step, less.get(step, 0), "o", color=f"C{i}", ms=4)
+                factor.plot(step, max(f[step] for f in seen), "o", color=f"C{i}", ms=4)
+            if run.about["settings"]["control"] in ("switch", "refine"):
+                factor.axhline(run.about["settings"]["threshold"], color="0.5", lw=0.8, ls=":")
+    loss.set(xlabel="step", ylabel="validation loss (nats)")
+    loss.legend(frameon=False)
+    difference.set(xlabel="step", ylabel="less the serial run of the same seed")
+    factor.set(xlabel="step", ylabel="convergence factor: forward, adjoint (dashed)")
+    return fig
+
+
+def read_gradients(paths):
+    """The rows of `gradients` tables as dicts of strings."""
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            lines = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in f]
+        yield from (dict(zip(lines[0], line)) for line in lines if line[0] not in ("run", "---"))
+
+
+def detector(rows, what):
+    """What a detector (factor or residual) saw, the larger of both directions, and the relative
+    error of the gradient, where the factor is more than rounding: two lists."""
+    rows = [{k: v if k == "run" else float(v) for k, v in row.items()} for row in rows]
+    rows = [r for r in rows if max(r["forward factor"], r["adjoint factor"]) > 0]
+    return ([max(r[f"forward {what}"], r[f"adjoint {what}"]) for r in rows],
+            [r["relative error"] for r in rows])
+
+
+def rank_correlation(xs, ys):
+    return statistics.correlation(*([sorted(v).index(x) for x in v] for v in (xs, ys)))
+
+
+def detectors(rows, plt):
+    fig, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
+    for ax, what, name in zip(axes, ("factor", "residual"),
+                              ("convergence factor", "relative residual")):
+        for i, c in enumerate(sorted({row["c"] for row in rows})):
+            for k, marker in (("1", "o"), ("2", "s"), ("4", "^")):
+                seen = detector([r for r in rows if (r["c"], r["k"]) == (c, k)], what)
+                ax.loglog(*seen, marker, color=f"C{i}", ms=4, label=f"c = {c}, k = {k}")
+        ax.set(xlabel=f"{name}, the larger of forward and adjoint", title="rank correlation "
+               f"{rank_correlation(*detector(rows, what)):.2f}")
+    axes[0].set(ylabel="relative error of the gradient")
+    axes[1].legend(frameon=False, fontsize=7)
+    return fig
+
+
+def main(source, target):
+    arms = read_runs(source)
+    rows = list(read_gradients(sorted(glob.glob(os.path.join(target, "gradients*.md")))))
+    if not arms and not rows:
+        sys.exit(f"error: no finished ARM-SEED in {source}: name the folder of the runs")
+    for arm, runs in arms.items():
+        for seed, (run, _) in runs.items():
+            keep(source, target, f"{arm}-{seed}", run)
+    if arms:
+        with open(os.path.join(target, "table.md"), "w", encoding="utf-8") as f:
+            print(table(arms), file=f)
+        print(table(arms))
+    for what in ("factor", "residual") if rows else ():
+        print(f"{what}: rank correlation {rank_correlation(*detector(rows, what)):.3f} with the "
+              "gradient's relative error")
     try:
         import matplotlib
     except ImportError:
         return print("no figure: pip install matplotlib", file=sys.stderr)
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "layer-parallel", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
+    matplotlib.rcParams.update({"svg.hashsalt": "layer-parallel", "font.size": 9,
+                                "axes.grid": True, "grid.alpha": 0.3})
     import matplotlib.pyplot as plt
-    fig, (loss, difference, factor) = plt.subplots(1, 3, figsize=(12, 3.6))
-    for i, (arm, runs) in enumerate(arms.items()):
-        for j, (seed, (config, rows)) in enumerate(runs.items()):
-            style, losses = dict(color=f"C{i}", lw=1, alpha=0.8), values(rows, "val_loss")
-            loss.plot(*zip(*losses.items()), **style, label=None if j else arm)
-            serial = values(arms["serial"][seed][1], "val_loss") if seed in arms.get("serial", {}) else {}
-            differences = {step: x - serial[step] for step, x in losses.items() if step in serial}
-            difference.plot(list(differences), list(differences.values()), **style)
-            for column, line in (("forward_factor", "-"), ("adjoint_factor", "--")):
-                factor.plot(*(zip(*values(rows, column).items()) if values(rows, column) else ([], [])), line, **style)
-            if step := switch_of(rows):
-                difference.plot(step, differences.get(step, 0), "o", color=f"C{i}", ms=4)
-                factor.plot(step, max(values(rows, "forward_factor")[step], values(rows, "adjoint_factor")[step]), "o", color=f"C{i}", ms=4)
-            if config["layer_parallel"]["control"] in ("switch", "refine"):
-                factor.axhline(config["layer_parallel"]["threshold"], color="0.5", lw=0.8, ls=":")
-    loss.set(xlabel="step", ylabel="validation loss (nats)")
-    loss.legend(frameon=False)
-    difference.set(xlabel="step", ylabel="less the serial run of the same seed")
-    factor.set(xlabel="step", ylabel="convergence factor: forward, adjoint (dashed)")
-    fig.tight_layout()
-    fig.savefig(path, metadata={"Date": None})
-
-
-def main(source, target):
-    arms = read_runs(source)
-    if not arms:
-        sys.exit(f"error: no finished ARM-SEED with config.json and log.csv in {source}: name the folder of the runs")
-    for arm, runs in arms.items():
-        for seed, run in runs.items():
-            write_run(os.path.join(target, f"{arm}-{seed}"), *run)
-    lines = "\n".join(table(arms))
-    with open(os.path.join(target, "table.md"), "w", encoding="utf-8") as f:
-        f.write(lines + "\n")
-    print(lines)
-    figure(arms, os.path.join(target, "loss.svg"))
+    for name, draw, what in (("loss", figure, arms), ("detectors", detectors, rows)):
+        if what:
+            fig = draw(what, plt)
+            fig.tight_layout()
+            fig.savefig(os.path.join(target, f"{name}.svg"), metadata={"Date": None})
 
 
 if __name__ == "__main__":
