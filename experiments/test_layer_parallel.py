@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import queue
 import socket
 import sys
 import threading
@@ -23,7 +24,7 @@ sys.path.insert(0, ROOT)
 import train as core  # noqa: E402
 from experiments import layer_parallel_figure as figure  # noqa: E402
 from experiments import train_layer_parallel as script  # noqa: E402
-from experiments.layer_parallel import LayerParallel, convergence_factor  # noqa: E402
+from experiments.layer_parallel import LayerParallel, Threads, convergence_factor  # noqa: E402
 from experiments.layer_parallel import relative_residual  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
@@ -609,14 +610,23 @@ class Ticking(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_simulated_seconds_are_the_count_if_an_evaluation_takes_one(ranks, monkeypatch, capsys):
+@pytest.mark.parametrize("ranks, path", [(1, 208), (8, 40)])  # as by hand
+def test_simulated_seconds_are_the_count_if_an_evaluation_takes_one(ranks, path, monkeypatch):
     monkeypatch.setattr("time.thread_time", Ticking.now)
     model = make_model(1).float()
     model.blocks = nn.ModuleList(Ticking() for _ in range(32))
-    for iterations in (None, (1, 1), (2, 3)):
-        assert script.critical_path(settings(), model, TOKENS, ranks, iterations, timed=True) == \
-            script.counted(settings(), 32, ranks, iterations)
+    for iterations, want in ((None, 96), ((1, 1), path)):
+        assert script.critical_path(settings(), model, TOKENS, ranks, iterations, True) == want
+
+
+@pytest.mark.parametrize("sent_at, end", [(0, 3), (7, 8)])
+def test_a_clock_is_busy_or_waits_for_a_message(sent_at, end, monkeypatch):
+    monkeypatch.setattr("time.thread_time", Ticking.now)
+    work, queues = Ticking(), {(1, 0): queue.Queue()}
+    queues[1, 0].put((None, sent_at))
+    rank = Threads(0, queues, threading.Lock(), timed=True)
+    assert rank.take_turns(lambda: [work.tick(), work.tick(), rank.receive(None, 1),
+                                    work.tick()]) == end
 
 
 def test_simulate_prints_count_beside_seconds(capsys):
