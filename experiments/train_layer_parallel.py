@@ -165,7 +165,7 @@ def train(s, given):
         batch = tokens.batch(s.seed, FINE, at["first"] + u.batch, s.batch_size)
         loss, squares = slab.step(torch.from_numpy(batch).to(s.device), u.lr,
                                   [2 * n for n in k] if check else k)
-        run.count(u, loss * WORLD)  # of which train.py takes the mean
+        run.count(loss * WORLD)  # of which train.py takes the mean
         at["evaluations"] = messages.clock
         if check or end:
             note_check(s, slab, at, u.step + 1, squares if check else None)
@@ -256,7 +256,8 @@ def gradients(s, folders):
                 e, _, squares = zip(*(gradient_by(engine, k, batch) for batch in batches))
                 sums[k] = [torch.stack(q).sum(0) for q in zip(*squares)]  # forward, adjoint
                 e = torch.stack(e)
-                cosine = torch.cosine_similarity(e, g).mean().item()
+                cosine = statistics.mean(torch.cosine_similarity(a.double(), b.double(), 0).item()
+                                         for a, b in zip(e, g))
                 error, bias, _ = moments(e.sub_(g))
                 enough = s.batch_size * (spread / bias) ** 2 if bias else float("inf")
                 rows[k] = (error / norm, cosine, norm, gradient, spread, error, bias,
