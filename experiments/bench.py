@@ -29,6 +29,8 @@ from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, prolong, restrict  # noqa: E402
 from train import FINE, Tokens, Update, batch, make_levels, sets_of, settle  # noqa: E402
 
+SQUARE = {"cpu": 2048}  # rows of the matrices that show what a machine can do; else 8192
+
 
 def plain_step(model, optimizer, x, y):
     """The plain loop's: float32, eager, the loss from all logits by F.cross_entropy."""
@@ -96,7 +98,7 @@ def work(name, s, config, folder, seconds, users_thp, pipe):
 
 def matrix_rate(device, dtype, seconds):
     """FLOP/s of products of square matrices."""
-    d, n = 2048 if device == "cpu" else 8192, 0
+    d, n = SQUARE.get(device, 8192), 0
     a = torch.randn(d, d, device=device).to(getattr(torch, dtype))
     a @ a
     begin = clock(device)

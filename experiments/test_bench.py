@@ -24,6 +24,7 @@ def test_the_table(capsys, monkeypatch):
     if sys.platform == "linux":  # spares each process its import of PyTorch
         fork = multiprocessing.get_context("fork")
         monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: fork)
+    monkeypatch.setitem(bench.SQUARE, "cpu", 128)
     rows = bench.main(SMALL, turns=2, seconds=0.02)
     assert " | ".join(rows[0]) in capsys.readouterr().out
     shown = {row[0]: row[1:] for row in rows}
