@@ -50,11 +50,21 @@ def nested(k, budget, share=1 / 3, more="", cycles=0):
             f"--steps {round(fine)} {more}").strip()
 
 
+def in_stages(k, via, budget, shares=(0.1, 0.25)):
+    """A start of k, then via layers, which take such shares of the budget's FLOPs (growth.py)."""
+    first, then = (round(share * budget * steps_for_one(n)) for share, n in zip(shares, (k, via)))
+    return (f"--growth copy --via {via} --via_steps {then} {ADAMW} --mode nested "
+            f"--start_layers {k} --start_steps {first + then} "
+            f"--steps {round((1 - sum(shares)) * budget)}")
+
+
 def arms_of(b):
     arms = {}
     for k in STARTS:
         arms[f"nested{k}-{b}"] = nested(k, b)
         arms[f"nested{k}-{b}-late"] = nested(k, b, 0.6)
+        arms[f"nested{k}-{b}-early"] = nested(k, b, 0.15)
+    arms[f"nested3-{b}-via6"] = in_stages(3, 6, b)
     for d in DEPTHS:
         arms[f"scratch{d}-{b}"] = scratch(d, b)
     for d in DEPTHS:
@@ -77,7 +87,7 @@ def arms_of(b):
 FRONTIER = {arm: flags for budget in BUDGETS for arm, flags in arms_of(budget).items()}
 VARIANTS = {"divide": "output matrices divided by 4", "zero": "new blocks' outputs zero",
             "init": "new blocks as initialised", "carry": "moments carried", "cosine": "cosine",
-            "cycles": "10 cycles afterwards"}
+            "cycles": "10 cycles afterwards", "via6": "in two stages, 0.1 on 3, 0.25 on 6"}
 
 
 class Arm(NamedTuple):
@@ -95,14 +105,14 @@ class Arm(NamedTuple):
     def start(self):
         """The share of the FLOPs that goes into the start of the arms tuned for the frontier."""
         tuned = self.kind == "nested" and self.what not in VARIANTS.keys() - {"cosine"}
-        return ("0.6" if self.what == "late" else "1/3") if tuned else None
+        return {"late": "0.6", "early": "0.15"}.get(self.what, "1/3") if tuned else None
 
     @property
     def about(self):
         if self.kind == "equal-data":
             return "12 layers on as many batches"
-        late = ", start 0.6" * (self.what == "late")
-        return VARIANTS.get(self.what) or f"copies, {self.how}{late}"
+        other = f", start {self.start}" * (self.what in ("late", "early"))
+        return VARIANTS.get(self.what) or f"copies, {self.how}{other}"
 
     @property
     def loss(self):
@@ -174,7 +184,7 @@ def depth_table(arms):
     table = [["", *(f"{b:,} ({cost[b]:.2g} FLOPs)" if b in cost else f"{b:,}" for b in there)]]
     lines = [(layers(d), dict(kind="scratch", depth=d)) for d in DEPTHS]
     for k in STARTS:
-        for start in ("1/3", "0.6"):
+        for start in ("0.15", "1/3", "0.6"):
             lines.append((f"{k} → 12, start {start}", dict(kind="nested", depth=k, start=start)))
     for label, which in lines:
         found = [best_of(arms, budget=b, **which) for b in there]

@@ -12,6 +12,9 @@ zero    ... with the two output matrices of the new blocks zero: the network com
 init    the new blocks stay as they were initialised (delta = 0)
 carry   copies, and the fine optimizer starts from the moments of the start's, those of new blocks
         copied too
+
+--via K --via_steps S grows in two stages, from k blocks to K to N: of the start's steps the last S
+are on the view of K blocks, each group of which the first growth has filled with copies.
 """
 
 import argparse
@@ -60,10 +63,29 @@ def carry(model, keep):
                                 for k, v in found[False].state[q].items()}
 
 
+def staged(s, via, via_steps, plan, sets_of):
+    """train.py's plan and sets_of with a stage of via blocks in the start's last via_steps."""
+    if not s.start_layers < via < s.n_layer or via % s.start_layers or s.n_layer % via or s.cycles:
+        sys.exit(f"error: --via {via} wants a multiple of --start_layers {s.start_layers} that "
+                 f"divides --n_layer {s.n_layer}, and no --cycles")
+    at = s.start_steps - via_steps
+    if not 0 < at < s.start_steps:
+        sys.exit(f"error: --via_steps {via_steps} must be some of --start_steps {s.start_steps}")
+
+    def plan_by_stages(s, config):
+        first = plan(s, config)
+        first[at - 1] = first[at - 1]._replace(last=True)  # so that it is followed by a growth
+        return [u._replace(level=2) if at <= j < s.start_steps else u for j, u in enumerate(first)]
+
+    return plan_by_stages, lambda s: [*sets_of(s), list(range(0, s.n_layer, s.n_layer // via))]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--growth", choices=GROWTHS, required=True)
+    parser.add_argument("--via", type=int, default=0)
+    parser.add_argument("--via_steps", type=int, default=0)
     args, flags = parser.parse_known_args(argv)
     flags = [flag for flag in flags if flag != "--"]
     s, _ = train.parse_settings(flags)
@@ -73,11 +95,14 @@ def main(argv=None):
     def prolong_or_grow(model, keep, delta=0.25, **more):
         return grow(model, keep, args.growth) if delta == 1 else prolong(model, keep, delta, **more)
 
-    before, train.prolong = train.prolong, prolong_or_grow
+    before = train.prolong, train.plan, train.sets_of
+    train.prolong = prolong_or_grow
+    if args.via:
+        train.plan, train.sets_of = staged(s, args.via, args.via_steps, *before[1:])
     try:
         return train.main(flags)
     finally:
-        train.prolong = before
+        train.prolong, train.plan, train.sets_of = before
 
 
 if __name__ == "__main__":
