@@ -27,16 +27,22 @@ NESTED = [*TINY, "--mode", "nested", "--n_layer", "4", "--start_layers", "2", "-
 # Arms ---------------------------------------------------------------------------------------------
 
 def settings_of(arm):
-    command = study.command_of("narrow", arm)[2:]
-    if "--growth" in command:
-        at = command.index("--growth")
-        del command[at:at + 2]
-    return train.parse_settings(command)[0]
+    """train.py's settings of an arm, and (via, via_steps) if it has two stages."""
+    command, own = study.command_of("narrow", arm)[2:], {}
+    for flag in ("--growth", "--via", "--via_steps"):
+        if flag in command:
+            at = command.index(flag)
+            own[flag] = command[at + 1]
+            del command[at:at + 2]
+    s = train.parse_settings(command)[0]
+    return s, tuple(int(own[flag]) for flag in ("--via", "--via_steps") if flag in own)
 
 
 def test_arms_cost_their_budget():
     step = flops_per_token(NARROW)
-    settings = {arm: settings_of(arm) for arm in frontier.FRONTIER}
+    settings, stages = {}, {}
+    for arm in frontier.FRONTIER:
+        settings[arm], stages[arm] = settings_of(arm)
     for arm, s in settings.items():
         kind, depth, budget, what = re.fullmatch(r"(\D+)(\d+)-(\d+)-?(.*)", arm).groups()
         if int(budget) > 2500:  # as many times the steps: planning them all takes half a minute
@@ -46,8 +52,12 @@ def test_arms_cost_their_budget():
                 assert s.start_steps == pytest.approx(small.start_steps * int(budget) / 2500, 1e-3)
             continue
         config = GPTConfig(257, 64, s.n_layer, 8, 64)
-        depths = [s.n_layer, *map(len, train.sets_of(s))]
-        spent = sum(flops_per_token(config, depths[u.level]) for u in train.plan(s, config))
+        plan, sets_of = train.plan, train.sets_of
+        if stages[arm]:
+            plan, sets_of = growth.staged(s, *stages[arm], plan, sets_of)
+        depths = [s.n_layer, *map(len, sets_of(s))]
+        spent = [flops_per_token(config, depths[u.level]) for u in plan(s, config)]
+        start, spent = sum(spent[:s.start_steps]), sum(spent)
         if kind == "equal-data":
             batches = settings[f"nested3-{budget}"]
             assert s.steps == batches.start_steps + batches.steps and s.n_layer == 12
@@ -55,9 +65,11 @@ def test_arms_cost_their_budget():
             assert spent / step == pytest.approx(int(budget), rel=2e-3)
         if kind == "nested":
             assert (s.mode, s.n_layer, s.start_layers) == ("nested", 12, int(depth))
-            start = s.start_steps * flops_per_token(NARROW, s.start_layers) / spent
-            share = 0.6 if what == "late" else 1 / 3
-            assert start == pytest.approx(share, rel=2e-3)
+            share = {"late": 0.6, "early": 0.15, "via6": 0.35}.get(what, 1 / 3)
+            assert start / spent == pytest.approx(share, rel=2e-3)
+            if what == "via6":
+                last = stages[arm][1] * flops_per_token(NARROW, 6)
+                assert last / spent == pytest.approx(0.25, rel=2e-3)
         else:
             assert (s.mode, s.n_layer) == ("single", int(depth))
         lr = float(what[2:]) if what.startswith("lr") else 0.003
@@ -80,11 +92,12 @@ def test_nested_stands_for_all_small_budgets_first(machine, tmp_path, monkeypatc
     assert not any("--target_loss" in flags for _, flags, _ in machine.calls)
     for name, (_, flags, _) in zip(names, machine.calls):
         variant = name.split("-")[-1]
-        assert ("--growth" in flags) == (variant in growth.GROWTHS)
+        assert ("--growth" in flags) == (variant in (*growth.GROWTHS, "via6"))
         script = study.command_of("narrow", name)[1]
         assert script.endswith("growth.py" if "--growth" in flags else "train.py")
         if "--growth" in flags:
-            assert flags[flags.index("--growth") + 1] == variant
+            how = flags[flags.index("--growth") + 1]
+            assert how == ("copy" if variant == "via6" else variant)
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -244,6 +257,38 @@ def test_growth_against_naive_code(how, data, tmp_path, monkeypatch):
     assert runs.read_run(tmp_path / "run").complete
 
 
+def test_two_stages_by_hand(data, tmp_path):
+    """One block, then two, then four, each a model of its own into which weights are copied."""
+    flags = [*NESTED, "--start_layers", "1", "--data", data, "--out", str(tmp_path / "run")]
+    growth.main(["--growth", "copy", "--via", "2", "--via_steps", "2", *flags])
+    s, _ = train.parse_settings(flags)
+    config = GPTConfig(train.read_meta(data)["vocab_size"], s.block_size, 4, s.n_head, s.n_embd)
+    torch.manual_seed(s.seed)
+    model = GPT(config)
+    tokens = train.Tokens(data, "train", s.block_size, config.vocab_size)
+    for sources, steps in (([0], [0]), ([0, 2], [1, 2]), ([0, 1, 2, 3], [3, 4])):
+        net = GPT(train.replace(config, n_layer=len(sources)))
+        net.wte, net.wpe, net.head = model.wte, model.wpe, model.head
+        for block, i in zip(net.blocks, sources):
+            block.load_state_dict(model.blocks[i].state_dict())
+        adam = torch.optim.AdamW(net.parameters(), 1.0, (0.9, 0.95), weight_decay=0.0)
+        for j in steps:
+            adam.param_groups[0]["lr"] = train.rate(s, j)
+            both = torch.from_numpy(tokens.batch(s.seed, train.FINE, j, s.batch_size))
+            net(both[:, :-1], both[:, 1:])[1].backward()
+            adam.step()
+            adam.zero_grad()
+        for i, block in enumerate(model.blocks):
+            block.load_state_dict(net.blocks[i * len(sources) // 4].state_dict())
+    trained = train.read_checkpoint(tmp_path / "run")["model"]
+    assert all(torch.equal(trained[name], p) for name, p in model.state_dict().items())
+    levels = [r["level"] for r in train.read_log(tmp_path / "run")]
+    assert levels.index("prolong1") < levels.index("coarse2") < levels.index("prolong2")
+    for wrong in (["--via", "3"], ["--via", "4"], ["--via_steps", "3"], ["--cycles", "1"]):
+        with pytest.raises(SystemExit, match="^error: --via"):
+            growth.main(["--growth", "copy", "--via", "2", "--via_steps", "2", *flags, *wrong])
+
+
 def test_growths_that_say_what_the_network_computes_then(data):
     torch.manual_seed(1)
     config = GPTConfig(vocab_size=17, block_size=4, n_layer=4, n_head=2, n_embd=8)
@@ -318,6 +363,6 @@ def test_two_steps_of_every_arm(arm, data, tmp_path):
     main = growth.main if script.endswith("growth.py") else train.main
     cycles = ["--cycles", "1" if arm.endswith("cycles") else "0"]
     main([*flags, "--data", data, "--out", str(tmp_path / "run"), *TINY, *cycles,
-          "--start_steps", "2"])
+          "--start_steps", "2", *(["--via_steps", "1"] if "--via" in flags else [])])
     found = runs.read_run(tmp_path / "run")
     assert found.complete and np.isfinite(found.last["val_loss"])
