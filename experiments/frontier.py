@@ -100,6 +100,7 @@ class Arm(NamedTuple):
     losses: list  # final held-out losses, one a seed
     flops: dict  # {"flops": all, "flops_blocks": of blocks only}
     how: str     # schedule and rate
+    steps: int   # of the whole network
 
     @property
     def start(self):
@@ -134,7 +135,7 @@ def read_arms(runs):
             found.append(Arm(
                 name, kind, int(depth), int(budget), what, [run.last["val_loss"] for run in ends],
                 {c: ends[0].last[c] for c in ("flops", "flops_blocks")},
-                f"{s['schedule']} {s['lr']:g}"))
+                f"{s['schedule']} {s['lr']:g}", s["steps"]))
     return found
 
 
@@ -211,6 +212,22 @@ def savings_table(arms):
     return markdown(*table)
 
 
+def worth_table(arms):
+    """What a start of k layers costs, and what it spares: steps of 12 layers from scratch that lead
+    to the same loss, less those that the nested run took. Rising by cost."""
+    front, rows = frontier_of(arms, 12), []
+    for arm in arms:
+        if arm.kind == "nested" and front:
+            reached, how = place(front, arm.loss)
+            unit = arm.flops["flops"] / arm.budget  # FLOPs of a step of 12 layers
+            cost, worth = arm.budget - arm.steps, reached / unit - arm.steps
+            if how == "=" and "cycles" not in arm.what:
+                rows.append((arm.depth, cost, arm.name, arm.about, f"{worth:,.0f}"))
+    return markdown(["start", "arm", "", "costs, in steps of 12 layers", "is worth"],
+                    *([layers(k), name, about, f"{cost:,}", worth]
+                      for k, cost, name, about, worth in sorted(rows)))
+
+
 def runs_table(runs):
     table = [["arm", "seed", "FLOPs", "of blocks", "final loss", "lowest loss"]]
     for name in (name for name in FRONTIER if name in runs):
@@ -260,6 +277,9 @@ def report(args):
         "run, and the saving is less (<) or more (>) than what their end gives. The best depth is "
         "that of the frontier which has the loss first. Last: at the same budget.",
         "", *savings_table(arms), "",
+        "What a start is worth: the steps of 12 layers from scratch that lead to the same loss, "
+        "less those that the nested run took after its start.",
+        "", *worth_table(arms), "",
         "Every run:",
         "", *runs_table(runs)])
     print(text)

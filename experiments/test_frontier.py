@@ -142,7 +142,7 @@ def test_frontier_by_hand(kept, capsys):
     text = (kept / "narrow" / "frontier.md").read_text()
     assert text in capsys.readouterr().out and (kept / "narrow" / "frontier.svg").exists()
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    depths, savings, listed = (part.splitlines() for part in tables)
+    depths, savings, worth, listed = (part.splitlines() for part in tables)
 
     found, lines = ({cells[0]: cells[1:] for cells in
                      ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)}
@@ -172,6 +172,11 @@ def test_frontier_by_hand(kept, capsys):
     # 1.75, half way from 2 to 1.5: 12 layers have that after 283; 3 layers never do, up to 200.
     assert lines["equal-data12-2500"][3] == f"{1 - 250 / 80000**0.5:.1%}"
     assert lines["equal-data12-2500"][5] == f"{1 - 250 / 80000**0.5:.1%}, 12 layers"
+
+    # So 2.5 nats after 1.41 x 2,500 steps; 4 of the nested run's were of 12 layers.
+    assert worth[2] == ("| 3 layers | nested3-2500 | copies, wsd 0.003 | 2,496 | "
+                        f"{2500 * 2**0.5 - 4:,.0f} |")
+    assert len(worth) == 2 + 4 and "nested3-5000 |" not in "".join(worth)  # beyond the frontier
 
     assert len(listed) == 2 + 14 and "| scratch12-2500 | 1 | 100 | 50 | 3.2000 | 2.5000 |" in listed
     with pytest.raises(SystemExit, match="no complete run of the frontier"):
