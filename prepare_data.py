@@ -28,7 +28,7 @@ except ImportError:  # Windows
 VAL_EVERY = 50      # a document's number alone decides its split: fetching more never moves one
 PIECE = 64 * 1024   # a longer text file is cut into documents of so many characters
 AHEAD = 256         # documents read ahead: with fewer, reading gets in tokenising's way
-SAVE_EVERY = 2.0    # seconds between saves, and so the most work that a kill can cost
+SAVE_EVERY = 2.0    # seconds between saves: what a kill costs (all, while undecided, below)
 ROWS, IN_FLIGHT = 100, 8  # rows a request (the API's limit), and requests at a time
 TRIES, FIRST_WAIT, LONGEST_WAIT = 10, 1.0, 60  # waits 1, 2, 4, ... seconds: some 4 minutes in all
 FINEWEB = {"dataset": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT", "split": "train"}

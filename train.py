@@ -122,12 +122,12 @@ FINE, COARSE, HELD_OUT = range(3)
 class Update(NamedTuple):
     """One optimizer step of a run."""
     level: int          # whose step: 0 the fine model's, i coarse model i's
-    step: int           # from 0: of the start, of the fine steps, or of all cycles together
+    step: int           # from 0 (in the log from 1): of the start, the fine steps, or all cycles
     stream: int         # which stream of batches
     batch: int          # the number of the batch in it
     lr: float           # rate
     last: bool          # the last of a visit to this level: if it is a coarse one, prolong
-    delta: float = 0.0  # by so much
+    delta: float = 0.0  # with this weight of the kept block
 
 
 def rate(s, j):
@@ -146,7 +146,7 @@ def rate(s, j):
 
 def sets_of(s):
     """The kept blocks of coarse models 1, 2, ...: nested iteration's start, then a cycle's. Each is
-    restricted from the fine model and prolongs to it: one more is one more list of blocks here."""
+    restricted from the fine model and prolongs to it. To add one, append its blocks here."""
     start = []
     if s.mode == "nested":
         if not 1 <= s.start_layers < s.n_layer or s.n_layer % s.start_layers:
@@ -164,7 +164,7 @@ def plan(s, config):
     start = s.start_steps if nested else 0
     for j in range(start):  # nested iteration: solve on the coarse grid, then copy (delta = 1)
         updates.append(Update(1, j, FINE, j, rate(s, j), last=j + 1 == start, delta=1.0))
-    coarse_models = list(range(1, 1 + len(sets_of(s))))[nested:]  # those of a cycle
+    coarse_models = list(range(1 + nested, 1 + len(sets_of(s))))  # a cycle's: 1 may be the start's
     for k in range(s.steps):
         visits = coarse_models if k < s.cycles else []
         if visits and s.in_turn:
@@ -191,7 +191,8 @@ def visit_length(s, config, cycle):
 
 
 def due(s, u):
-    """Whether an update is followed by an evaluation of its level: now and then, and at the end."""
+    """Whether an update is followed by an evaluation of its level: every eval_interval start or
+    fine steps, and at their end. In cycles it is the loop that evaluates, after prolonging."""
     end = s.start_steps if u.level else s.steps
     return u.stream == FINE and ((u.step + 1) % s.eval_interval == 0 or u.step + 1 == end)
 
@@ -310,8 +311,9 @@ class RunFolder:
     """What a run leaves behind, and how far it is (`at`). Rank 0 writes.
 
     A checkpoint is made right after a row of the log: the weights, the optimizer of each level, and
-    `at`. Batches, rates and FLOPs follow from the place in the plan, so that is enough to go on to
-    the same log, bit for bit. Rows that were logged after it are cut off, since they come again.
+    `at`. Batches, rates and FLOPs follow from the place in the plan, and nothing else is random, so
+    that is enough to go on to the same log, bit for bit but for the seconds. Rows that were logged
+    after it are cut off, since they come again.
     """
 
     def __init__(self, s, data, levels, updates):
