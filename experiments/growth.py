@@ -96,9 +96,10 @@ def main(argv=None):
         return grow(model, keep, args.growth) if delta == 1 else prolong(model, keep, delta, **more)
 
     before = train.prolong, train.plan, train.sets_of
-    train.prolong = prolong_or_grow
+    plan, sets_of = before[1:]
     if args.via:
-        train.plan, train.sets_of = staged(s, args.via, args.via_steps, *before[1:])
+        plan, sets_of = staged(s, args.via, args.via_steps, plan, sets_of)
+    train.prolong, train.plan, train.sets_of = prolong_or_grow, plan, sets_of
     try:
         return train.main(flags)
     finally:

@@ -292,6 +292,7 @@ def test_two_stages_by_hand(data, tmp_path):
     for wrong in (["--via", "3"], ["--via", "4"], ["--via_steps", "3"], ["--cycles", "1"]):
         with pytest.raises(SystemExit, match="^error: --via"):
             growth.main(["--growth", "copy", "--via", "2", "--via_steps", "2", *flags, *wrong])
+    assert train.prolong.__module__ == "multilevel" and train.plan.__module__ == "train"
 
 
 def test_growths_that_say_what_the_network_computes_then(data):
