@@ -318,6 +318,7 @@ class RunFolder:
 
     def __init__(self, s, data, levels, updates):
         self.s, self.levels, self.model, self.path = s, levels, levels[0].net, f"{s.out}/ckpt.pt"
+        self.parameters, self.end = sum(p.numel() for p in self.model.parameters()), len(updates)
         self.tokens, self.flops, self.losses = s.batch_size * s.block_size, {}, []
         for column, head in (("flops", True), ("flops_blocks", False)):  # up to each place
             cost = [s.flop_factor * self.tokens *
@@ -340,7 +341,7 @@ class RunFolder:
         self.todo = [] if self.at_target() else updates[self.at["position"]:]
         self.saved = self.said = time.perf_counter()
         self.began, self.said_at = self.saved - self.at["seconds"], self.at["position"]
-        say(f"{s.out}: {s.mode}, {sum(map(torch.numel, self.model.parameters())):,} parameters, "
+        say(f"{s.out}: {s.mode}, {self.parameters:,} parameters, "
             f"{s.device}, {s.dtype}, compile {s.compile}, {WORLD} rank(s) of "
             f"{torch.get_num_threads()} thread(s)\n{len(updates):,} updates, "
             f"{self.flops['flops'][-1]:.3g} FLOPs, {len(self.todo):,} updates to go")
@@ -355,8 +356,7 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)
             about = dict(settings=asdict(self.s), data={k: data.get(k) for k in DATA_KEYS},
-                         parameters=sum(map(torch.numel, self.model.parameters())),
-                         torch=torch.__version__)
+                         parameters=self.parameters, torch=torch.__version__)
             write_whole(f"{self.s.out}/config.json", json.dumps(about, indent=1).encode())
             csv.writer(self.log).writerow(COLUMNS)
 
@@ -404,7 +404,7 @@ class RunFolder:
 
     def save_or_stop(self):
         """Saves when it is time and a row has just been written. True at the end of the run."""
-        end = self.at["position"] + 1 == len(self.flops["flops"]) or self.at_target()
+        end = self.at["position"] == self.end or self.at_target()
         due = end or time.perf_counter() - self.saved > self.s.save_seconds
         if due and not self.losses and RANK == 0:
             if not all(p.isfinite().all() for p in self.model.parameters()):
@@ -710,13 +710,15 @@ def explained(s, e):
     """What is wrong and what to type, of an exception that a user can cause; raises any other."""
     if isinstance(e, SystemExit):
         return e.code
+    if isinstance(e, OSError):
+        return f"error: {e.filename or s.out or 'out'}: {e.strerror or e}: once mended, {AGAIN}"
+    if not isinstance(e, (RuntimeError, MemoryError)):
+        raise e
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(e):
         size = max(1, (s.micro_batch or s.batch_size // WORLD) // 2)
         return f"error: out of memory: --resume --micro_batch {size} goes on in smaller pieces"
     if WORLD > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e).lower()):
         return f"error: rank {RANK} of {WORLD} stops, since another one has: {AGAIN}"
-    if isinstance(e, OSError):
-        return f"error: {e.filename or s.out or 'out'}: {e.strerror or e}: once mended, {AGAIN}"
     raise e
 
 

@@ -20,6 +20,7 @@ import statistics
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from experiments.plot import pyplot, save  # noqa: E402
 from experiments.runs import markdown, read_run, write_log  # noqa: E402
 
 
@@ -162,18 +163,13 @@ def main(source, target):
         print(f"{what}: rank correlation {rank_correlation(*detector(rows, what)):.3f} with the "
               "gradient's relative error")
     try:
-        import matplotlib
+        plt = pyplot()
     except ImportError:
         return print("no figure: pip install matplotlib", file=sys.stderr)
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "layer-parallel", "font.size": 9,
-                                "axes.grid": True, "grid.alpha": 0.3})
-    import matplotlib.pyplot as plt
+    plt.rcParams.update({"svg.hashsalt": "layer-parallel", "axes.grid": True, "grid.alpha": 0.3})
     for name, draw, what in (("loss", figure, arms), ("detectors", detectors, rows)):
         if what:
-            fig = draw(what, plt)
-            fig.tight_layout()
-            fig.savefig(os.path.join(target, f"{name}.svg"), metadata={"Date": None})
+            save(draw(what, plt), os.path.join(target, f"{name}.svg"))
 
 
 if __name__ == "__main__":
