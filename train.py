@@ -11,19 +11,7 @@ The method comes first: settings, the plan of updates, a level and its step, the
 what the loop calls: batches, the run folder, ranks, flags, and what is printed at the end.
 """
 
-import argparse
-import contextlib
-import csv
-import inspect
-import io
-import json
-import math
-import os
-import re
-import signal
-import sys
-import time
-import timeit
+import argparse, contextlib, csv, inspect, io, json, math, os, re, signal, sys, time, timeit
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -36,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from model import GPT, GPTConfig
 from multilevel import coarse_sets, flops_per_token, flops_to_reach, prolong, restrict
@@ -226,7 +215,7 @@ class Level:
             total = total + loss.detach()
         average_over_ranks(self.net.parameters())
         if s.grad_clip:
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), s.grad_clip)
+            clip_grad_norm_(self.net.parameters(), s.grad_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -310,55 +299,48 @@ COLUMNS = ["level", "step", "tokens", "flops", "flops_blocks", "lr", "train_loss
 class RunFolder:
     """What a run leaves behind, and how far it is (`at`). Rank 0 writes.
 
-    A checkpoint is made right after a row of the log: the weights, the optimizer of each level, and
-    `at`. Batches, rates and FLOPs follow from the place in the plan, and nothing else is random, so
-    that is enough to go on to the same log, bit for bit but for the seconds. Rows that were logged
-    after it are cut off, since they come again.
+    A checkpoint is made right after a row of the log: the weights, the optimizer of each level, the
+    log, and `at`. Batches, rates and FLOPs follow from the place in the plan, and nothing else is
+    random, so that is enough to go on to the same log, bit for bit but for the seconds.
     """
 
     def __init__(self, s, data, levels, updates):
         self.s, self.levels, self.model, self.path = s, levels, levels[0].net, f"{s.out}/ckpt.pt"
-        self.parameters, self.end = sum(p.numel() for p in self.model.parameters()), len(updates)
-        self.tokens, self.flops, self.losses = s.batch_size * s.block_size, {}, []
+        self.at, self.losses = dict(position=0, seconds=0.0, val_loss=math.inf), []
+        self.end, self.tokens, self.flops = len(updates), s.batch_size * s.block_size, {}
         for column, head in (("flops", True), ("flops_blocks", False)):  # up to each place
             cost = [s.flop_factor * self.tokens *
                     flops_per_token(self.model, len(level.net.blocks), head) for level in levels]
             self.flops[column] = list(accumulate((cost[u.level] for u in updates), initial=0.0))
         if RANK == 0:
             os.makedirs(s.out, exist_ok=True)
-            self.log = open(f"{s.out}/log.csv", "a", newline="", encoding="utf-8")
+            self.log = open(f"{s.out}/log.csv", "a+", newline="", encoding="utf-8")
             claim(self.log, s.out)  # no other process may write here until this one is done
         state = from_rank_0(read_checkpoint(s.out) if s.resume and RANK == 0 else None)
-        self.is_new, self.at = not state, dict(position=0, seconds=0.0, val_loss=math.inf)
+        self.is_new = not state
         if state:
             with reading(self.path):
                 self.at.update(state["count"])
                 self.model.load_state_dict(state["model"])
                 for level, saved in zip(levels, state["optimizers"], strict=True):
                     level.optimizer.load_state_dict(saved)
+        parameters = sum(p.numel() for p in self.model.parameters())
         if RANK == 0:
-            self.begin_log(data, state["log_bytes"] if state else 0)
+            if self.is_new:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.path)
+                about = dict(settings=asdict(s), data={k: data.get(k) for k in DATA_KEYS},
+                             parameters=parameters, torch=torch.__version__)
+                write_whole(f"{s.out}/config.json", json.dumps(about, indent=1).encode())
+            self.log.truncate(0)  # rows after the checkpoint come again
+            self.log.write(state["log"] if state else ",".join(COLUMNS) + "\r\n")
+            self.log.flush()
         self.todo = [] if self.at_target() else updates[self.at["position"]:]
         self.saved = self.said = time.perf_counter()
         self.began, self.said_at = self.saved - self.at["seconds"], self.at["position"]
-        say(f"{s.out}: {s.mode}, {self.parameters:,} parameters, "
-            f"{s.device}, {s.dtype}, compile {s.compile}, {WORLD} rank(s) of "
-            f"{torch.get_num_threads()} thread(s)\n{len(updates):,} updates, "
-            f"{self.flops['flops'][-1]:.3g} FLOPs, {len(self.todo):,} updates to go")
-
-    def begin_log(self, data, log_bytes):
-        """The log as it was when the checkpoint was made, or its header, and config.json."""
-        if self.log.tell() < log_bytes:
-            sys.exit(f"error: {self.log.name} is shorter than when {self.path} was written: put it "
-                     "back, or start again with --overwrite")
-        self.log.truncate(log_bytes)
-        if self.is_new:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self.path)
-            about = dict(settings=asdict(self.s), data={k: data.get(k) for k in DATA_KEYS},
-                         parameters=self.parameters, torch=torch.__version__)
-            write_whole(f"{self.s.out}/config.json", json.dumps(about, indent=1).encode())
-            csv.writer(self.log).writerow(COLUMNS)
+        say(f"{s.out}: {s.mode}, {parameters:,} parameters, {s.device}, {s.dtype}, compile "
+            f"{s.compile}, {WORLD} rank(s) of {torch.get_num_threads()} thread(s)\n{self.end:,} "
+            f"updates, {self.flops['flops'][-1]:.3g} FLOPs, {len(self.todo):,} updates to go")
 
     def at_target(self):
         return self.at["val_loss"] <= self.s.target_loss
@@ -409,8 +391,8 @@ class RunFolder:
         if due and not self.losses and RANK == 0:
             if not all(p.isfinite().all() for p in self.model.parameters()):
                 self.broken("the weights are not finite")
-            os.fsync(self.log.fileno())
-            state = dict(count=self.at, log_bytes=self.log.tell(), model=self.model.state_dict(),
+            self.log.seek(0)
+            state = dict(count=self.at, log=self.log.read(), model=self.model.state_dict(),
                          config=asdict(self.model.config),
                          optimizers=[level.optimizer.state_dict() for level in self.levels])
             torch.save(state, buffer := io.BytesIO())
@@ -443,7 +425,7 @@ def read_checkpoint(folder):
         return None
     with reading(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {k: state[k] for k in ("count", "log_bytes", "config", "model", "optimizers")}
+        return {k: state[k] for k in ("count", "log", "config", "model", "optimizers")}
 
 
 def read_config(folder):
@@ -496,10 +478,9 @@ def average_over_ranks(parameters):
     """Data parallelism: each gradient becomes its mean over the ranks."""
     if WORLD > 1:
         gradients = [p.grad for p in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message, not dozens
+        flat = parameters_to_vector(gradients)  # one message, not dozens
         dist.all_reduce(flat)
-        for gradient, mean in zip(gradients, (flat / WORLD).split([g.numel() for g in gradients])):
-            gradient.copy_(mean.view_as(gradient))
+        vector_to_parameters(flat / WORLD, gradients)
 
 
 def autocast(s):
@@ -571,13 +552,18 @@ def recorded(s, given):
     """The settings of the run in s.out: s if it is new, what it was begun with if it is resumed."""
     if RANK == 0 and s.resume and os.path.exists(f"{s.out}/config.json"):
         free = FREE | {"micro_batch"} & given  # which may have to change when memory runs out
-        old = {k: v for k, v in read_config(s.out)["settings"].items() if k not in free}
+        about = read_config(s.out)
+        old = {k: v for k, v in about["settings"].items() if k not in free}
         for k in sorted(given & set(old)):
             if getattr(s, k) not in (old[k], "auto"):
                 sys.exit(f"error: the run in {s.out} has --{k} {old[k]}, not {getattr(s, k)}: "
                          "resume it without that flag, or choose another --out")
         with reading(f"{s.out}/config.json"):
             s = replace(s, **old)
+        data = read_meta(s.data)
+        for k, v in about["data"].items():
+            if data.get(k) != v:
+                sys.exit(f"error: {s.out} was trained on data with {k} {v}, not {data.get(k)}")
     elif RANK == 0 and os.path.isdir(s.out) and os.listdir(s.out) and not (s.resume or s.overwrite):
         sys.exit(f"error: {s.out} exists: go on with it by --resume, replace it by --overwrite, or "
                  "choose another --out")
@@ -594,10 +580,6 @@ def checked(s):
             raise ValueError(f"delta = {s.delta} is not between 0 and 1")
         if s.batch_size % WORLD:
             raise ValueError(f"--batch_size {s.batch_size} is not divisible by {WORLD} ranks")
-        if s.resume and os.path.exists(f"{s.out}/config.json"):
-            for k, v in read_config(s.out)["data"].items():
-                if data.get(k) != v:
-                    raise ValueError(f"{s.out} was trained on data with {k} {v}, not {data.get(k)}")
     except ValueError as e:
         sys.exit(f"error: {e}")
     return data, config

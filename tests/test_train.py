@@ -136,6 +136,12 @@ def test_folders_of_an_earlier_version_resume_or_are_refused_in_one_line(data, t
     (tmp_path / "run/config.json").write_text(json.dumps(about))
     out = ["--data", data, "--out", tmp_path / "run"]
     assert "another version" in one_line(capfd, *out, "--resume")
+    del about["settings"]["gone"], state["log"]  # it kept the number of log.csv's bytes instead
+    (tmp_path / "run/config.json").write_text(json.dumps(about))
+    torch.save(state, tmp_path / "run/ckpt.pt")
+    rows = log_of(tmp_path / "run")
+    assert "another version (KeyError: 'log')" in one_line(capfd, *out, "--resume")
+    assert log_of(tmp_path / "run") == rows
 
 
 def test_a_target_is_the_fine_models_not_the_starts(data, tmp_path):
@@ -195,8 +201,9 @@ def test_damaged_files_are_named_in_one_line(data, tmp_path, capfd):
         assert "config.json is damaged" in one_line(capfd, *out, "--resume")
         assert "config.json is damaged" in one_line(capfd, "--mode", "sample", *out)
     config.write_bytes(about)
-    os.truncate(tmp_path / "run/log.csv", 100)
-    assert "log.csv is shorter" in one_line(capfd, *out, "--resume")
+    (tmp_path / "run/log.csv").unlink()  # the checkpoint holds it
+    run(data, tmp_path / "run", "--resume")
+    assert log_of(tmp_path / "run") == before
     assert "no checkpoint" in one_line(capfd, "--mode", "sample", "--out", tmp_path)
     run(data, tmp_path / "run", "--overwrite")
     assert log_of(tmp_path / "run") == before
