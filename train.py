@@ -249,7 +249,7 @@ def evaluate(s, net, held_out):
 # The loop -----------------------------------------------------------------------------------------
 
 def train(s):
-    """One run, from its start or its last checkpoint to its end. Returns (model, settings)."""
+    """One run, from its start or its last checkpoint to its end."""
     data, config = checked(s)
     s = from_rank_0(settle(s, config))
     tokens = Tokens(s.data, "train", s.block_size, data["vocab_size"])
@@ -275,7 +275,6 @@ def train(s):
         if run.save_or_stop():
             break
     say(f"{s.out}: {run.at['position']:,} updates, {run.at['seconds']:.0f} seconds of training")
-    return model, s
 
 
 # What the loop calls: a batch ---------------------------------------------------------------------
@@ -625,36 +624,34 @@ def compare(s, given):
     if nested.steps < 1:
         sys.exit(f"error: --start_steps {s.start_steps} take the FLOPs of {start:.0f} fine "
                  f"steps, and there are {s.steps}")
-    done = [train(recorded(replace(run, out=f"{s.out or f'out/{s.preset}'}/{run.mode}"), given))
+    runs = [recorded(replace(run, out=f"{s.out or f'out/{s.preset}'}/{run.mode}"), given)
             for run in (replace(s, mode="single"), replace(s, mode="multilevel"), nested)]
+    for run in runs:
+        train(run)
     if RANK == 0:
-        say("\n" + "\n".join(table({run.mode: read_log(run.out) for _, run in done})))
+        say("\n" + "\n".join(table({run.mode: read_log(run.out) for run in runs})))
         say("One seed, one length. Not shown: what the schedule does without coarse models (--kind "
             f"full), and what {s.start_layers} layers\nalone do with the FLOPs: --mode single "
             f"--n_layer {s.start_layers} --steps {round(s.steps * s.start_steps / start)}")
-        for model, run in done:
-            say(f"\n--- a sample of the {run.mode} run\n{sample(model, run)}")
+        for run in runs:
+            say(f"\n--- a sample of the {run.mode} run\n{sample(run)}")
 
 
-def sample(model, s):
-    """Text that continues s.prompt at the start of a document; the same for the same seed."""
-    tokenizer = get_tokenizer(read_config(s.out)["data"]["tokenizer"])
-    torch.manual_seed(s.seed)
-    ids = torch.tensor([[tokenizer.eot_token, *tokenizer.encode_ordinary(s.prompt)]])
-    with torch.compiler.set_stance("force_eager"):  # its lengths vary: compiled anew for each
-        out = model.generate(ids.to(s.device), s.max_new_tokens, s.temperature, s.top_k)
-    return tokenizer.decode(out[0, 1:].tolist())
-
-
-def sample_from_folder(s):
-    state = read_checkpoint(s.out)
-    if state is None:
+def sample(s):
+    """Text by the model in s.out that continues s.prompt at the start of a document; the same for
+    the same seed."""
+    if not (state := read_checkpoint(s.out)):
         sys.exit(f"error: no checkpoint in {s.out or '--out'}: name the folder of a run with --out")
     with reading(f"{s.out}/ckpt.pt"):
         model = GPT(GPTConfig(**state["config"]))
         model.load_state_dict(state["model"])
+    tokenizer = get_tokenizer(read_config(s.out)["data"]["tokenizer"])
     s = settle(replace(s, compile="off"), model.config)
-    say(sample(model.to(s.device), s))
+    torch.manual_seed(s.seed)
+    ids = torch.tensor([[tokenizer.eot_token, *tokenizer.encode_ordinary(s.prompt)]])
+    model, ids = model.to(s.device), ids.to(s.device)
+    out = model.generate(ids, s.max_new_tokens, s.temperature, s.top_k)
+    return tokenizer.decode(out[0, 1:].tolist())
 
 
 AGAIN = "--resume goes on from the last checkpoint"
@@ -666,7 +663,7 @@ def main(argv=None):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if s.mode == "sample":
-            return sample_from_folder(s)
+            return say(sample(s))
         join_ranks(s)
         if s.mode == "compare":
             compare(s, given)
