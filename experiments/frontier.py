@@ -97,7 +97,7 @@ class Arm(NamedTuple):
     depth: int   # of the network, or of the start
     budget: int
     what: str    # what its name says beyond that: "", cosine, lr0.006, late, divide, ...
-    losses: list  # final held-out losses, one a seed
+    losses: dict  # {seed: final held-out loss}
     flops: dict  # {"flops": all, "flops_blocks": of blocks only}
     how: str     # schedule and rate
     steps: int   # of the whole network
@@ -117,24 +117,36 @@ class Arm(NamedTuple):
 
     @property
     def loss(self):
-        return statistics.mean(self.losses)
+        return statistics.mean(self.losses.values())
 
     def cell(self, tried):
-        more = f" ± {statistics.stdev(self.losses):.3f}" if len(self.losses) > 1 else ""
-        return f"{self.loss:.3f}{more} ({self.how}, {tried} tried)"
+        return f"{with_spread(self.losses.values(), '.3f')} ({self.how}, {tried} tried)"
+
+    def less(self, other):
+        """Its loss less that of the same seeds of another arm, whose batches it saw."""
+        seeds = sorted(self.losses.keys() & other.losses.keys())
+        return with_spread([self.losses[i] - other.losses[i] for i in seeds], "+.3f")
+
+
+def with_spread(values, form):
+    """A mean, and the standard deviation if there are several: a cell of a table."""
+    more = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{more}" if values else ""
 
 
 def read_arms(runs):
     """The arms of {arm: {seed: Run}}, of complete runs only."""
     found = []
     for name in FRONTIER:
-        ends = [run for _, run in sorted(runs.get(name, {}).items()) if run.complete]
+        ends = {seed: run for seed, run in sorted(runs.get(name, {}).items()) if run.complete}
         if ends:
             kind, depth, budget, what = re.fullmatch(r"(\D+)(\d+)-(\d+)-?(.*)", name).groups()
-            s = ends[0].about["settings"]
+            first = next(iter(ends.values()))
+            s = first.about["settings"]
             found.append(Arm(
-                name, kind, int(depth), int(budget), what, [run.last["val_loss"] for run in ends],
-                {c: ends[0].last[c] for c in ("flops", "flops_blocks")},
+                name, kind, int(depth), int(budget), what,
+                {seed: run.last["val_loss"] for seed, run in ends.items()},
+                {c: first.last[c] for c in ("flops", "flops_blocks")},
                 f"{s['schedule']} {s['lr']:g}", s["steps"]))
     return found
 
@@ -196,19 +208,21 @@ def depth_table(arms):
 def savings_table(arms):
     """Every nested run against the frontiers."""
     table = [["arm", "", "seeds", "final loss", "saving to 12 layers", "blocks only",
-              "to the best depth", "blocks only", "less the best shallow network's loss"]]
+              "to the best depth", "blocks only", "less 12 layers' loss",
+              "less the best shallow network's"]]
     fronts = {column: {d: frontier_of(arms, d, column) for d in DEPTHS}
               for column in ("flops", "flops_blocks")}
     for arm in arms:
         if arm.kind != "scratch":
-            shallow = [best_of(arms, kind="scratch", depth=d, budget=arm.budget)[0]
-                       for d in DEPTHS if d < 12]
-            lowest = min((other.loss for other in shallow if other), default=None)
+            deep, *shallow = (best_of(arms, kind="scratch", depth=d, budget=arm.budget)[0]
+                              for d in DEPTHS)
+            best = min(filter(None, shallow), key=lambda other: other.loss, default=None)
             table.append([
-                arm.name, arm.about, str(len(arm.losses)), f"{arm.loss:.3f}",
+                arm.name, arm.about, str(len(arm.losses)),
+                with_spread(arm.losses.values(), ".3f"),
                 *(saving(arm, some(front), c) for some in (lambda f: {12: f[12]}, dict)
                   for c, front in fronts.items()),
-                f"{arm.loss - lowest:+.3f}" if lowest is not None else ""])
+                *(arm.less(other) if other else "" for other in (deep, best))])
     return markdown(*table)
 
 
@@ -275,7 +289,8 @@ def report(args):
         "Saving: 1 - FLOPs of the run / FLOPs at which the frontier has its loss, linear in the "
         "logarithm of FLOPs between budgets. Beyond: that lies outside of the budgets that were "
         "run, and the saving is less (<) or more (>) than what their end gives. The best depth is "
-        "that of the frontier which has the loss first. Last: at the same budget.",
+        "that of the frontier which has the loss first. Last: at the same budget, the mean over "
+        "the seeds that both arms ran with.",
         "", *savings_table(arms), "",
         "What a start is worth: the steps of 12 layers from scratch that lead to the same loss, "
         "less those that the nested run took after its start.",

@@ -130,6 +130,8 @@ def kept(tmp_path):
     keep_run(tmp_path, "nested3-2500-late", [5, 2.4], 100)
     keep_run(tmp_path, "nested3-2500-divide", [5, 2.0], 150)
     keep_run(tmp_path, "nested3-5000", [5, 1.4], 200)
+    keep_run(tmp_path, "nested3-5000-early", [5, 1.7], 200)
+    keep_run(tmp_path, "nested3-5000-early", [5, 1.8], 200, seed=2)
     keep_run(tmp_path, "nested6-2500", [5, 3.5], 90)
     keep_run(tmp_path, "equal-data12-2500", [5, 1.75], 250)
     keep_run(tmp_path, "multilevel", [5, 1.0], 100)  # no arm of the frontier
@@ -160,14 +162,18 @@ def test_frontier_by_hand(kept, capsys):
     half = 1 - 100 / 200**0.5 / 100**0.5
     assert lines["nested3-2500"] == [
         "copies, wsd 0.003", "1", "2.500", f"{half:.1%}", f"{1 - 0.8 * (1 - half):.1%}",
-        "beyond (< 0.0%), 3 layers", "beyond (< 20.0%), 3 layers", "+0.300"]
+        "beyond (< 0.0%), 3 layers", "beyond (< 20.0%), 3 layers", "-0.500",
+        "+0.300"]
     # 2.0: 12 layers after 200, 3 layers half way from 100 to 200.
     assert lines["nested3-2500-divide"] == [
         "output matrices divided by 4", "1", "2.000", "25.0%", "25.0%",
-        f"{1 - 150 / 20000**0.5:.1%}, 3 layers", f"{1 - 150 / 20000**0.5:.1%}, 3 layers", "-0.200"]
+        f"{1 - 150 / 20000**0.5:.1%}, 3 layers", f"{1 - 150 / 20000**0.5:.1%}, 3 layers", "-1.000",
+        "-0.200"]
     assert lines["nested3-5000"][2:] == [
         "1.400", "beyond (> 50.0%)", "beyond (> 50.0%)", "beyond, 3 layers", "beyond, 3 layers",
-        "-0.400"]
+        "-0.500", "-0.400"]  # of seed 1, the one that both ran with: 1.4 - 1.9
+    assert lines["nested3-5000-early"][1:3] == ["2", "1.750 ± 0.071"]
+    assert lines["nested3-5000-early"][-2:] == ["-0.250 ± 0.071", "-0.100"]  # -0.2 and -0.3
     assert lines["nested6-2500"][3] == "beyond (< 10.0%)"
     # 1.75, half way from 2 to 1.5: 12 layers have that after 283; 3 layers never do, up to 200.
     assert lines["equal-data12-2500"][3] == f"{1 - 250 / 80000**0.5:.1%}"
@@ -176,9 +182,9 @@ def test_frontier_by_hand(kept, capsys):
     # So 2.5 nats after 1.41 x 2,500 steps; 4 of the nested run's were of 12 layers.
     assert worth[2] == ("| 3 layers | nested3-2500 | copies, wsd 0.003 | 2,496 | "
                         f"{2500 * 2**0.5 - 4:,.0f} |")
-    assert len(worth) == 2 + 4 and "nested3-5000 |" not in "".join(worth)  # beyond the frontier
+    assert len(worth) == 2 + 5 and "nested3-5000 |" not in "".join(worth)  # beyond the frontier
 
-    assert len(listed) == 2 + 14 and "| scratch12-2500 | 1 | 100 | 50 | 3.2000 | 2.5000 |" in listed
+    assert len(listed) == 2 + 16 and "| scratch12-2500 | 1 | 100 | 50 | 3.2000 | 2.5000 |" in listed
     with pytest.raises(SystemExit, match="no complete run of the frontier"):
         study.main(["frontier", "--scale", "paper", "--results", str(kept)])
     keep_run(kept, "scratch1-2500", [5, 2], 100, dtype="bfloat16")
