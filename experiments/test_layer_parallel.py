@@ -272,7 +272,7 @@ MODEL = ("--n_layer=8 --n_embd=8 --n_head=2 --block_size=8 --batch_size=4 --step
          "--lr=0.5 --momentum=0.9 --grad_clip=0.1 --eval_interval=4 --eval_sequences=8 "
          "--log_interval=1").split()
 LAYERS = "--coarsen=2 --opening=1 --closing=1".split()
-ROUGH = "--check_interval=3 --threshold=1e-9".split()
+ROUGH = "--check_interval=3 --detector=factor --threshold=1e-9".split()
 
 
 @pytest.fixture(scope="module")

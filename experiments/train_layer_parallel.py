@@ -59,8 +59,8 @@ class LayerSettings(Settings):
     iterations: int = 1           # of MGRIT in the forward pass
     adjoint_iterations: int = 1   # and in the backward pass
     control: str = "off"          # off, watch (log), switch (to serial) or refine (iterate more)
-    detector: str = "factor"      # what tells that it is too rough: factor or residual
-    threshold: float = 0.5        # the detector is too high at or above it
+    detector: str = "residual"    # what tells that it is too rough: residual or factor
+    threshold: float = 0.2        # the detector is too high at or above it (factor: try 0.5)
     check_interval: int = 50      # steps between checks, each a step with twice the iterations
     init_from: str = ""           # run folder to take the weights from
     init: str = "all"             # with the optimizer's state: all; without: weights
