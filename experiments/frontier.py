@@ -17,54 +17,78 @@ from experiments.runs import check_alike, load, markdown  # noqa: E402
 from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, flops_to_reach  # noqa: E402
 
-# Budgets are counted in fine steps of 12 layers. An arm's name says it all: depth, or blocks of the
-# start, then the budget, and what differs from wsd at 0.003 (and from a start of a third of it).
-DEPTHS, STARTS, BUDGETS = (12, 6, 3, 1), (3, 6, 1), (2500, 5000, 10000, 20000, 40000)
-ADAMW = ("--optimizer adamw --momentum 0.9 --schedule wsd --lr 0.003 --min_lr 0.0003 --warmup 300 "
-         "--eval_interval 250")
-
-
-def steps_for_one(n_layer):
-    """So many steps of n_layer layers have the FLOPs of one of 12, at the scale narrow."""
-    config = GPTConfig(vocab_size=257, block_size=64, n_layer=12, n_head=1, n_embd=64)
-    return flops_per_token(config) / flops_per_token(config, n_layer)
+# Budgets are counted in fine steps of 12 layers; no two scales share one, so it tells the scale.
+# An arm's name says it all: depth, or blocks of the start, then the budget, and what differs from
+# wsd at 0.003 (paper-b4: 0.001), and from a start of a third of the FLOPs.
+DEPTHS, STARTS = (12, 6, 3, 1), (3, 6, 1)
+BUDGETS_OF = {"narrow": (2500, 5000, 10000, 20000, 40000), "paper-b4": (800, 1600)}
+BUDGETS = [b for budgets in BUDGETS_OF.values() for b in budgets]
+CONFIGS = {"narrow": GPTConfig(vocab_size=257, block_size=64, n_head=1, n_embd=64),
+           "paper-b4": GPTConfig()}
 
 
 def rate(lr):
     return f"--lr {lr:g} --min_lr {lr / 10:g}"
 
 
+ADAMW = {"narrow": f"{rate(0.003)} --warmup 300 --eval_interval 250",
+         "paper-b4": f"{rate(0.001)} --warmup 80 --eval_interval 100"}
+
+
+def scale_of(budget):
+    return next(scale for scale, budgets in BUDGETS_OF.items() if budget in budgets)
+
+
+def adamw(budget):
+    return f"--optimizer adamw --momentum 0.9 --schedule wsd {ADAMW[scale_of(budget)]}"
+
+
+def steps_for_one(n_layer, budget):
+    """So many steps of n_layer layers have the FLOPs of one of 12, at the scale of a budget."""
+    config = CONFIGS[scale_of(budget)]
+    return flops_per_token(config) / flops_per_token(config, n_layer)
+
+
 def scratch(depth, budget, more=""):
-    steps = round(budget * steps_for_one(depth))
-    return f"{ADAMW} --mode single --n_layer {depth} --steps {steps} {more}".strip()
+    steps = round(budget * steps_for_one(depth, budget))
+    return f"{adamw(budget)} --mode single --n_layer {depth} --steps {steps} {more}".strip()
 
 
 def nested(k, budget, share=1 / 3, more="", cycles=0):
     """A start of k layers that takes `share` of the budget's FLOPs, then 12 layers for the rest;
     with cycles, of 2 x budget / 100 steps of 6 layers each, those come out of the rest."""
-    start, fine = round(share * budget * steps_for_one(k)), (1 - share) * budget
+    start, fine = round(share * budget * steps_for_one(k, budget)), (1 - share) * budget
     if cycles:
-        fine -= cycles * 2 * (budget // 100) / steps_for_one(6)
+        fine -= cycles * 2 * (budget // 100) / steps_for_one(6, budget)
         more = f"--cycles {cycles} --coarse_steps {budget // 100} --keep_coarse_state {more}"
-    return (f"{ADAMW} --mode nested --start_layers {k} --start_steps {start} "
+    return (f"{adamw(budget)} --mode nested --start_layers {k} --start_steps {start} "
             f"--steps {round(fine)} {more}").strip()
 
 
 def in_stages(k, via, budget, shares=(0.1, 0.25)):
     """A start of k, then via layers, which take such shares of the budget's FLOPs (growth.py)."""
-    first, then = (round(share * budget * steps_for_one(n)) for share, n in zip(shares, (k, via)))
-    return (f"--growth copy --via {via} --via_steps {then} {ADAMW} --mode nested "
+    first, then = (round(share * budget * steps_for_one(n, budget))
+                   for share, n in zip(shares, (k, via)))
+    return (f"--growth copy --via {via} --via_steps {then} {adamw(budget)} --mode nested "
             f"--start_layers {k} --start_steps {first + then} "
             f"--steps {round((1 - sum(shares)) * budget)}")
 
 
 def arms_of(b):
     arms = {}
+    if scale_of(b) == "paper-b4":
+        for more, flags in (("", ""), ("-lr0.002", rate(0.002)), ("-lr0.0005", rate(0.0005))):
+            arms |= {f"scratch{d}-{b}{more}": scratch(d, b, flags) for d in (12, 6, 3)}
+            arms[f"nested3-{b}{more}"] = nested(3, b, more=flags)
+        arms[f"nested3-{b}-late"] = nested(3, b, 0.6)
+        return arms
     for k in STARTS:
         arms[f"nested{k}-{b}"] = nested(k, b)
         arms[f"nested{k}-{b}-late"] = nested(k, b, 0.6)
         arms[f"nested{k}-{b}-early"] = nested(k, b, 0.15)
     arms[f"nested3-{b}-via6"] = in_stages(3, 6, b)
+    arms[f"nested3-{b}-via6-early"] = in_stages(3, 6, b, (0.05, 0.15))
+    arms[f"nested3-{b}-early-zero"] = f"--growth zero {nested(3, b, 0.15)}"
     for d in DEPTHS:
         arms[f"scratch{d}-{b}"] = scratch(d, b)
     for d in DEPTHS:
@@ -79,15 +103,19 @@ def arms_of(b):
             arms[f"nested3-{b}-{growth}"] = f"--growth {growth} {nested(3, b)}"
         arms[f"nested3-{b}-cosine"] = nested(3, b, more="--schedule cosine")
         arms[f"nested3-{b}-cycles"] = nested(3, b, cycles=10)
-        steps = round(b / 3 * steps_for_one(3)) + round(2 / 3 * b)  # so many batches nested3 sees
-        arms[f"equal-data12-{b}"] = f"{ADAMW} --mode single --n_layer 12 --steps {steps}"
+        steps = round(b / 3 * steps_for_one(3, b)) + round(2 / 3 * b)  # batches that nested3 sees
+        arms[f"equal-data12-{b}"] = f"{adamw(b)} --mode single --n_layer 12 --steps {steps}"
     return arms
 
 
-FRONTIER = {arm: flags for budget in BUDGETS for arm, flags in arms_of(budget).items()}
+FRONTIERS = {scale: {arm: flags for budget in budgets for arm, flags in arms_of(budget).items()}
+             for scale, budgets in BUDGETS_OF.items()}
+FRONTIER = {arm: flags for arms in FRONTIERS.values() for arm, flags in arms.items()}
 VARIANTS = {"divide": "output matrices divided by 4", "zero": "new blocks' outputs zero",
             "init": "new blocks as initialised", "carry": "moments carried", "cosine": "cosine",
-            "cycles": "10 cycles afterwards", "via6": "in two stages, 0.1 on 3, 0.25 on 6"}
+            "cycles": "10 cycles afterwards", "via6": "in two stages, 0.1 on 3, 0.25 on 6",
+            "via6-early": "in two stages, 0.05 on 3, 0.15 on 6",
+            "early-zero": "new blocks' outputs zero, start 0.15"}
 
 
 class Arm(NamedTuple):

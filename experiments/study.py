@@ -48,6 +48,7 @@ from train import evaluations, parse_settings, plan, sets_of  # noqa: E402
 SCALES = {
     "paper": "--data data/fineweb-edu",
     "paper-b1": "--data data/fineweb-edu --batch_size 1 --eval_interval 200 --eval_sequences 32",
+    "paper-b4": "--data data/fineweb-edu --batch_size 4 --eval_sequences 64",  # of nested alone
     "narrow": "--data data/stdlib --n_embd 64 --block_size 64 --batch_size 8",
 }
 # The best of the single-level rates tried at narrow, half a decade apart and at full length
@@ -376,12 +377,11 @@ def report(args):
 
 
 def main(argv=None):
-    studies = {**STUDIES, "all": ARMS, "nested": FRONTIER}
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "keep", "report", "rates", "frontier"))
     parser.add_argument("--scale", choices=SCALES, default="narrow")
-    parser.add_argument("--arms", nargs="+", choices=(*studies, *ARMS, *FRONTIER),
+    parser.add_argument("--arms", nargs="+", choices=(*STUDIES, "all", "nested", *ARMS, *FRONTIER),
                         default=["headline"], metavar="ARM",
                         help=f"of {', '.join(ARMS)}; or a study: {', '.join(STUDIES)}; or all "
                              "(of these); or nested, or its arms by name, which frontier.py has")
@@ -396,9 +396,12 @@ def main(argv=None):
     args, args.more = parser.parse_known_args(argv)  # the rest goes to train.py
     if args.what != "run" and args.more:
         parser.error(f"unknown: {' '.join(args.more)}")
+    own = frontier.FRONTIERS.get(args.scale, {})
+    studies = {**STUDIES, "all": ARMS, "nested": own}
     args.arms = list(dict.fromkeys(a for name in args.arms for a in studies.get(name, [name])))
-    if args.what == "run" and args.scale != "narrow" and FRONTIER.keys() & args.arms:
-        parser.error("the arms of nested have the budgets of --scale narrow")
+    if args.what == "run" and not args.arms or (FRONTIER.keys() - own.keys()) & set(args.arms):
+        parser.error(f"the arms of nested are those of --scale {' or '.join(frontier.FRONTIERS)}, "
+                     "each with budgets of its own")
     {"run": run, "keep": keep, "report": report, "frontier": frontier.report,
      "rates": lambda args: print("\n".join(rates_table(args.scale)))}[args.what](args)
 

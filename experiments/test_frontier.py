@@ -28,7 +28,8 @@ NESTED = [*TINY, "--mode", "nested", "--n_layer", "4", "--start_layers", "2", "-
 
 def settings_of(arm):
     """train.py's settings of an arm, and (via, via_steps) if it has two stages."""
-    command, own = study.command_of("narrow", arm)[2:], {}
+    scale = next(scale for scale, arms in frontier.FRONTIERS.items() if arm in arms)
+    command, own = study.command_of(scale, arm)[2:], {}
     for flag in ("--growth", "--via", "--via_steps"):
         if flag in command:
             at = command.index(flag)
@@ -39,19 +40,22 @@ def settings_of(arm):
 
 
 def test_arms_cost_their_budget():
-    step = flops_per_token(NARROW)
     settings, stages = {}, {}
     for arm in frontier.FRONTIER:
         settings[arm], stages[arm] = settings_of(arm)
     for arm, s in settings.items():
         kind, depth, budget, what = re.fullmatch(r"(\D+)(\d+)-(\d+)-?(.*)", arm).groups()
-        if int(budget) > 2500:  # as many times the steps: planning them all takes half a minute
-            small = settings[arm.replace(budget, "2500")]
-            assert s.steps == pytest.approx(small.steps * int(budget) / 2500, rel=1e-3)
+        narrow = arm in frontier.FRONTIERS["narrow"]
+        first = 2500 if narrow else 800
+        if int(budget) != first:  # as many times the steps: planning them all takes half a minute
+            small, times = settings[arm.replace(budget, str(first))], int(budget) / first
+            assert s.steps == pytest.approx(small.steps * times, rel=1e-3)
             if kind == "nested":
-                assert s.start_steps == pytest.approx(small.start_steps * int(budget) / 2500, 1e-3)
+                assert s.start_steps == pytest.approx(small.start_steps * times, 2e-3)
             continue
-        config = GPTConfig(257, 64, s.n_layer, 8, 64)
+        config = GPTConfig(257, 64, s.n_layer, 8, 64) if narrow else GPTConfig(n_layer=s.n_layer)
+        step = flops_per_token(config, 12)
+        assert (s.batch_size, s.block_size, s.n_embd) == ((8, 64, 64) if narrow else (4, 256, 256))
         plan, sets_of = train.plan, train.sets_of
         if stages[arm]:
             plan, sets_of = growth.staged(s, *stages[arm], plan, sets_of)
@@ -65,39 +69,43 @@ def test_arms_cost_their_budget():
             assert spent / step == pytest.approx(int(budget), rel=2e-3)
         if kind == "nested":
             assert (s.mode, s.n_layer, s.start_layers) == ("nested", 12, int(depth))
-            share = {"late": 0.6, "early": 0.15, "via6": 0.35}.get(what, 1 / 3)
-            assert start / spent == pytest.approx(share, rel=2e-3)
-            if what == "via6":
-                last = stages[arm][1] * flops_per_token(NARROW, 6)
-                assert last / spent == pytest.approx(0.25, rel=2e-3)
+            share = {"late": 0.6, "early": 0.15, "early-zero": 0.15, "via6": 0.35,
+                     "via6-early": 0.2}.get(what, 1 / 3)
+            assert start / spent == pytest.approx(share, rel=4e-3)
+            if what.startswith("via6"):
+                last = stages[arm][1] * flops_per_token(config, 6)
+                wanted = 0.15 if what.endswith("early") else 0.25
+                assert last / spent == pytest.approx(wanted, rel=2e-3)
         else:
             assert (s.mode, s.n_layer) == ("single", int(depth))
-        lr = float(what[2:]) if what.startswith("lr") else 0.003
+        lr = float(what[2:]) if what.startswith("lr") else 0.003 if narrow else 0.001
         assert (s.lr, s.min_lr) == (lr, pytest.approx(lr / 10))
         assert s.schedule == ("cosine" if what == "cosine" else "wsd") and s.optimizer == "adamw"
         assert s.cycles == (10 if what == "cycles" else s.cycles if s.mode == "single" else 0)
     assert len({str(study.command_of("narrow", arm)) for arm in settings}) == len(settings)
     assert not frontier.FRONTIER.keys() & study.ARMS.keys()
-    with pytest.raises(SystemExit):  # those budgets are not another scale's
-        study.main(["run", "--scale", "paper", "--arms", "scratch1-2500"])
+    for scale, arm in (("paper", "scratch1-2500"), ("paper-b4", "scratch12-2500"),
+                       ("narrow", "scratch12-800"), ("paper", "nested")):
+        with pytest.raises(SystemExit):  # those budgets are not another scale's
+            study.main(["run", "--scale", scale, "--arms", arm])
 
 
 def test_nested_stands_for_all_small_budgets_first(machine, tmp_path, monkeypatch):
-    arms = {arm: flags for arm, flags in frontier.FRONTIER.items() if "3-" in arm}
-    monkeypatch.setattr(study, "FRONTIER", arms)
+    arms = {arm: flags for arm, flags in frontier.FRONTIERS["narrow"].items() if "3-" in arm}
+    monkeypatch.setitem(frontier.FRONTIERS, "narrow", arms)
     study.main(["run", "--arms", "nested", "--out", str(tmp_path), "--jobs", "1", "--stop_early"])
     names = [name.removesuffix("-seed1") for name, *_ in machine.calls]
     budgets = [int(name.split("-")[1]) for name in names]
     assert sorted(names) == sorted(arms) and budgets == sorted(budgets)
     assert not any("--target_loss" in flags for _, flags, _ in machine.calls)
     for name, (_, flags, _) in zip(names, machine.calls):
-        variant = name.split("-")[-1]
-        assert ("--growth" in flags) == (variant in (*growth.GROWTHS, "via6"))
+        variant = name.split("-", 2)[-1].removeprefix("early-")
+        assert ("--growth" in flags) == (variant in (*growth.GROWTHS, "via6", "via6-early"))
         script = study.command_of("narrow", name)[1]
         assert script.endswith("growth.py" if "--growth" in flags else "train.py")
         if "--growth" in flags:
             how = flags[flags.index("--growth") + 1]
-            assert how == ("copy" if variant == "via6" else variant)
+            assert how == ("copy" if variant.startswith("via6") else variant)
 
 
 # Tables -------------------------------------------------------------------------------------------
