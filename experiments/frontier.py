@@ -54,12 +54,12 @@ def scratch(depth, budget, more=""):
     return f"{adamw(budget)} --mode single --n_layer {depth} --steps {steps} {more}".strip()
 
 
-def nested(k, budget, share=1 / 3, more="", cycles=0):
+def nested(k, budget, share=1 / 3, more="", cycles=0, sets=2):
     """A start of k layers that takes `share` of the budget's FLOPs, then 12 layers for the rest;
-    with cycles, of 2 x budget / 100 steps of 6 layers each, those come out of the rest."""
+    with cycles, of budget / 100 steps of each coarse set, those come out of the rest."""
     start, fine = round(share * budget * steps_for_one(k, budget)), (1 - share) * budget
     if cycles:
-        fine -= cycles * 2 * (budget // 100) / steps_for_one(6, budget)
+        fine -= cycles * sets * (budget // 100) / steps_for_one(12 // sets, budget)
         more = f"--cycles {cycles} --coarse_steps {budget // 100} --keep_coarse_state {more}"
     return (f"{adamw(budget)} --mode nested --start_layers {k} --start_steps {start} "
             f"--steps {round(fine)} {more}").strip()
@@ -103,6 +103,10 @@ def arms_of(b):
             arms[f"nested3-{b}-{growth}"] = f"--growth {growth} {nested(3, b)}"
         arms[f"nested3-{b}-cosine"] = nested(3, b, more="--schedule cosine")
         arms[f"nested3-{b}-cycles"] = nested(3, b, cycles=10)
+        arms[f"nested3-{b}-cycles3"] = nested(3, b, 1 / 3, "--kind stride --stride 4", 10, sets=4)
+        arms[f"nested3-{b}-rewarm"] = f"--growth copy --rewarm 100 {nested(3, b)}"
+        arms[f"nested3-{b}-decay0.15"] = nested(3, b, more="--decay 0.15")
+        arms |= {f"scratch{d}-{b}-decay0.15": scratch(d, b, "--decay 0.15") for d in (12, 3)}
         steps = round(b / 3 * steps_for_one(3, b)) + round(2 / 3 * b)  # batches that nested3 sees
         arms[f"equal-data12-{b}"] = f"{adamw(b)} --mode single --n_layer 12 --steps {steps}"
     return arms
@@ -113,7 +117,9 @@ FRONTIERS = {scale: {arm: flags for budget in budgets for arm, flags in arms_of(
 FRONTIER = {arm: flags for arms in FRONTIERS.values() for arm, flags in arms.items()}
 VARIANTS = {"divide": "output matrices divided by 4", "zero": "new blocks' outputs zero",
             "init": "new blocks as initialised", "carry": "moments carried", "cosine": "cosine",
-            "cycles": "10 cycles afterwards", "via6": "in two stages, 0.1 on 3, 0.25 on 6",
+            "cycles": "10 cycles of 6 layers afterwards", "rewarm": "a second warm-up, 100 steps",
+            "cycles3": "10 cycles of 3 layers afterwards",
+            "via6": "in two stages, 0.1 on 3, 0.25 on 6",
             "via6-early": "in two stages, 0.05 on 3, 0.15 on 6",
             "early-zero": "new blocks' outputs zero, start 0.15"}
 
@@ -175,7 +181,8 @@ def read_arms(runs):
                 name, kind, int(depth), int(budget), what,
                 {seed: run.last["val_loss"] for seed, run in ends.items()},
                 {c: first.last[c] for c in ("flops", "flops_blocks")},
-                f"{s['schedule']} {s['lr']:g}", s["steps"]))
+                f"{s['schedule']} {s['lr']:g}{', decay 0.15' * (s.get('decay') == 0.15)}",
+                s["steps"]))
     return found
 
 

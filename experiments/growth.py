@@ -15,6 +15,7 @@ carry   copies, and the fine optimizer starts from the moments of the start's, t
 
 --via K --via_steps S grows in two stages, from k blocks to K to N: of the start's steps the last S
 are on the view of K blocks, each group of which the first growth has filled with copies.
+--rewarm S warms the rate up once more, over the first S fine steps.
 """
 
 import argparse
@@ -80,12 +81,19 @@ def staged(s, via, via_steps, plan, sets_of):
     return plan_by_stages, lambda s: [*sets_of(s), list(range(0, s.n_layer, s.n_layer // via))]
 
 
+def rewarmed(steps, plan):
+    """train.py's plan with a second, linear warm-up over so many fine steps."""
+    return lambda s, config: [u if u.level or u.step >= steps else
+                              u._replace(lr=u.lr * (u.step + 1) / steps) for u in plan(s, config)]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--growth", choices=GROWTHS, required=True)
     parser.add_argument("--via", type=int, default=0)
     parser.add_argument("--via_steps", type=int, default=0)
+    parser.add_argument("--rewarm", type=int, default=0)
     args, flags = parser.parse_known_args(argv)
     flags = [flag for flag in flags if flag != "--"]
     s, _ = train.parse_settings(flags)
@@ -99,6 +107,8 @@ def main(argv=None):
     plan, sets_of = before[1:]
     if args.via:
         plan, sets_of = staged(s, args.via, args.via_steps, plan, sets_of)
+    if args.rewarm:
+        plan = rewarmed(args.rewarm, plan)
     train.prolong, train.plan, train.sets_of = prolong_or_grow, plan, sets_of
     try:
         return train.main(flags)

@@ -30,7 +30,7 @@ def settings_of(arm):
     """train.py's settings of an arm, and (via, via_steps) if it has two stages."""
     scale = next(scale for scale, arms in frontier.FRONTIERS.items() if arm in arms)
     command, own = study.command_of(scale, arm)[2:], {}
-    for flag in ("--growth", "--via", "--via_steps"):
+    for flag in ("--growth", "--via", "--via_steps", "--rewarm"):
         if flag in command:
             at = command.index(flag)
             own[flag] = command[at + 1]
@@ -81,7 +81,9 @@ def test_arms_cost_their_budget():
         lr = float(what[2:]) if what.startswith("lr") else 0.003 if narrow else 0.001
         assert (s.lr, s.min_lr) == (lr, pytest.approx(lr / 10))
         assert s.schedule == ("cosine" if what == "cosine" else "wsd") and s.optimizer == "adamw"
-        assert s.cycles == (10 if what == "cycles" else s.cycles if s.mode == "single" else 0)
+        assert s.decay == (0.15 if what == "decay0.15" else 0.3)
+        if s.mode == "nested":
+            assert s.cycles == (10 if what in ("cycles", "cycles3") else 0)
     assert len({str(study.command_of("narrow", arm)) for arm in settings}) == len(settings)
     assert not frontier.FRONTIER.keys() & study.ARMS.keys()
     for scale, arm in (("paper", "scratch1-2500"), ("paper-b4", "scratch12-2500"),
@@ -100,12 +102,13 @@ def test_nested_stands_for_all_small_budgets_first(machine, tmp_path, monkeypatc
     assert not any("--target_loss" in flags for _, flags, _ in machine.calls)
     for name, (_, flags, _) in zip(names, machine.calls):
         variant = name.split("-", 2)[-1].removeprefix("early-")
-        assert ("--growth" in flags) == (variant in (*growth.GROWTHS, "via6", "via6-early"))
+        assert ("--growth" in flags) == (
+            variant in (*growth.GROWTHS, "via6", "via6-early", "rewarm"))
         script = study.command_of("narrow", name)[1]
         assert script.endswith("growth.py" if "--growth" in flags else "train.py")
         if "--growth" in flags:
             how = flags[flags.index("--growth") + 1]
-            assert how == ("copy" if variant.startswith("via6") else variant)
+            assert how == (variant if variant in growth.GROWTHS else "copy")
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -276,10 +279,13 @@ def test_growth_against_naive_code(how, data, tmp_path, monkeypatch):
     assert runs.read_run(tmp_path / "run").complete
 
 
-def test_two_stages_by_hand(data, tmp_path):
-    """One block, then two, then four, each a model of its own into which weights are copied."""
+@pytest.mark.parametrize("rewarm", (0, 2))
+def test_two_stages_by_hand(rewarm, data, tmp_path):
+    """One block, then two, then four, each a model of its own into which weights are copied; and
+    the rate of the first of two fine steps halved, or not."""
     flags = [*NESTED, "--start_layers", "1", "--data", data, "--out", str(tmp_path / "run")]
-    growth.main(["--growth", "copy", "--via", "2", "--via_steps", "2", *flags])
+    growth.main(["--growth", "copy", "--via", "2", "--via_steps", "2", "--rewarm", str(rewarm),
+                 *flags])
     s, _ = train.parse_settings(flags)
     config = GPTConfig(train.read_meta(data)["vocab_size"], s.block_size, 4, s.n_head, s.n_embd)
     torch.manual_seed(s.seed)
@@ -292,7 +298,7 @@ def test_two_stages_by_hand(data, tmp_path):
             block.load_state_dict(model.blocks[i].state_dict())
         adam = torch.optim.AdamW(net.parameters(), 1.0, (0.9, 0.95), weight_decay=0.0)
         for j in steps:
-            adam.param_groups[0]["lr"] = train.rate(s, j)
+            adam.param_groups[0]["lr"] = train.rate(s, j) / (2 if rewarm and j == 3 else 1)
             both = torch.from_numpy(tokens.batch(s.seed, train.FINE, j, s.batch_size))
             net(both[:, :-1], both[:, 1:])[1].backward()
             adam.step()
