@@ -12,7 +12,7 @@ A shard is raw little-endian uint16 token ids, each document after its end-of-te
 together, it is the last tenth of the tokens instead: one small file gives both splits. Killed at
 any moment, the same command goes on, and the shards come out as if it had never stopped.
 """
-import argparse, codecs, gzip, json, lzma, os, platform, re, signal, sys, sysconfig, time, zlib
+import argparse, gzip, json, lzma, os, platform, re, signal, sys, sysconfig, time, zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -63,28 +63,25 @@ def files_below(folder, endings, skip=()):
 def read_file(path, longest):
     """The "text" of each line of a .jsonl file; other text in whole lines, up to `longest` long."""
     open_it = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    jsonl = path.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz"))
-    decoder, piece = codecs.getincrementaldecoder("utf-8")(), ""
+    jsonl, piece = path.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")), ""
     with open_it(path, "rb") as file:
         try:
-            if (mark := file.read(3)) != codecs.BOM_UTF8:  # its byte order mark is no text
-                file.seek(0)
-            lines = iter(lambda: file.readline(-1 if jsonl else longest), b"")
-            for number, line in enumerate(lines, 1):
-                text = decoder.decode(line, final=jsonl)
-                if jsonl:
-                    if not text.isspace():  # + "": a TypeError if it is no string
-                        yield json.loads(text)["text"] + ""
-                elif len(piece) + len(text) > longest:
-                    yield piece
-                    piece = text
-                else:
-                    piece += text
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as e:  # e.object: the line, after what was left of the one before
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not jsonl:
+                    for start in range(0, len(text), longest):  # a line may be longer
+                        part = text[start:start + longest]
+                        if len(piece) + len(part) > longest:
+                            yield piece
+                            piece = ""
+                        piece += part
+                elif not text.isspace():
+                    yield json.loads(text)["text"] + ""  # a TypeError if it is no string
+        except UnicodeDecodeError as e:  # e.object: the line, less a byte order mark
             at = file.tell() - len(e.object) + e.start
-            found = "UTF-16" if mark.startswith((b"\xff\xfe", b"\xfe\xff")) else "ITS-ENCODING"
-            raise SystemExit(f"error: {path} is not UTF-8 (byte {at}): iconv -f {found} -t UTF-8")
+            utf16 = e.object.startswith((b"\xff\xfe", b"\xfe\xff"))
+            raise SystemExit(f"error: {path} is not UTF-8 (byte {at}): iconv -f "
+                             f"{'UTF-16' if utf16 else 'ITS-ENCODING'} -t UTF-8")
         except (ValueError, LookupError, TypeError, RecursionError):
             raise SystemExit(f'error: {path}, line {number}: no JSON object with a string "text"')
         except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
@@ -93,74 +90,77 @@ def read_file(path, longest):
         yield piece
 
 def fetch_rows(url, timeout, start):
-    """FineWeb-Edu from row `start` on by the dataset viewer's rows API. Several requests are in
-    flight; one that fails is made again when its rows' turn has come."""
-    session, pool, asked = requests.Session(), ThreadPoolExecutor(IN_FLIGHT), {}
+    """FineWeb-Edu from row `start` on by the dataset viewer's rows API."""
+    session = requests.Session()
     if os.environ.get("HF_TOKEN"):
         session.headers["Authorization"] = "Bearer " + os.environ["HF_TOKEN"]
 
-    def ask(offset):
-        query = {**FINEWEB, "offset": offset, "length": ROWS}
-        answer = session.get(url, params=query, timeout=(min(10, timeout), timeout))
-        wait = urllib3.Retry().parse_retry_after(answer.headers.get("Retry-After", "0"))
-        return answer, time.monotonic() + wait  # the header: seconds, or a date
-
-    total, tries, answer = start + 1, 0, None  # the first request, alone, brings the real total
-    while start < total:
-        for offset in range(start, min(total, start + IN_FLIGHT * ROWS), ROWS):
-            asked[offset] = asked.get(offset) or pool.submit(ask, offset)
-        try:
-            answer, not_before = asked.pop(start).result()
-            answer.raise_for_status()
-            body = answer.json()
-            rows, there = body["rows"], body["num_rows_total"]
-            if [row["row_idx"] for row in rows] != list(range(start, min(start + ROWS, there))):
-                raise LookupError("other rows than asked for")
-            # A text that the API has cut short is not the document: "" has it skipped.
-            texts = ["" if "text" in row["truncated_cells"] else row["row"]["text"] + ""
-                     for row in rows]
-        except Exception as e:  # a time-out, a connection cut, JSON that is not as it should be
-            wait, tries = min(LONGEST_WAIT, FIRST_WAIT * 2 ** tries), tries + 1
-            problem, most, hint = type(e).__name__, TRIES, RESUME
-            if isinstance(e, requests.HTTPError):
-                wait = max(wait, not_before - time.monotonic())
+    def ask(first, tries=TRIES):
+        """(Texts of the rows first, first + 1, ..., number of rows that there are)."""
+        for i in range(tries):
+            wait, hint = min(LONGEST_WAIT, FIRST_WAIT * 2 ** i), RESUME
+            try:
+                answer = session.get(url, params={**FINEWEB, "offset": first, "length": ROWS},
+                                     timeout=(min(10, timeout), timeout))
+                answer.raise_for_status()
+                body = answer.json()
+                rows, there = body["rows"], body["num_rows_total"]
+                if [row["row_idx"] for row in rows] != list(range(first, min(first + ROWS, there))):
+                    raise LookupError("other rows than asked for")
+                # A text that the API has cut short is not the document: "" has it skipped.
+                return ["" if "text" in row["truncated_cells"] else row["row"]["text"] + ""
+                        for row in rows], there
+            except requests.HTTPError:
                 problem = f"status {answer.status_code}"
                 if answer.status_code < 500 and answer.status_code not in (408, 429):
-                    most, hint = 1, "Check --url, and HF_TOKEN if it needs one."
-            elif answer is None:
-                most, hint = 3, NO_NETWORK
-            if tries >= most:
-                raise SystemExit(f"error: {url}, row {start}: {problem}, {tries} tries. {hint}")
-            print(f"\nrow {start}: {problem}, trying again in {wait:.0f} s", flush=True)
-            time.sleep(wait)
-        else:
-            yield from texts
-            start, total, tries = start + len(texts), there, 0
+                    hint = "Check --url, and HF_TOKEN if it needs one."
+                    break
+                after = answer.headers.get("Retry-After", "0")  # seconds, or a date
+                wait = max(wait, urllib3.Retry().parse_retry_after(after))
+            except Exception as e:  # a time-out, a connection cut, JSON that is not as it should be
+                problem = type(e).__name__
+                hint = NO_NETWORK if isinstance(e, requests.ConnectionError) else RESUME
+            if i + 1 < tries:
+                print(f"\nrow {first}: {problem}, trying again in {wait:.0f} s", flush=True)
+                time.sleep(wait)
+        raise SystemExit(f"error: {url}, row {first}: {problem}. {hint}")
+
+    texts, total = ask(start, tries=3)  # alone: so having no network is soon said
+    yield from texts
+    for texts, _ in ahead(ask, range(start + len(texts), total, ROWS), IN_FLIGHT, IN_FLIGHT):
+        yield from texts
 
 # --- Texts -> tokens -> shards --------------------------------------------------------------------
 
+def ahead(function, items, most, threads):
+    """function(item) of each item, in order, with at most so many of them under way in threads."""
+    # No "with": a generator left half read must not wait for threads while it is garbage-collected.
+    pool, running = ThreadPoolExecutor(threads), deque()
+    for item in items:
+        running.append(pool.submit(function, item))
+        while running and (running[0].done() or len(running) >= most):
+            yield running.popleft().result()
+    for future in running:
+        yield future.result()
+
 def tokenise(texts, enc):
     """Yields each text's tokens, uint16: this thread reads on while one for each core encodes."""
+    def texts_then_error():  # what a source gave before it failed is good
+        try:
+            yield from texts
+        except SystemExit as e:
+            yield e
+
     def encode(text):
+        if isinstance(text, SystemExit):
+            raise text
         try:  # as encode_ordinary, where <|endoftext|> in a text is text, but faster: no list
             tokens = enc.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half a surrogate pair, which JSON may hold
             tokens = enc.encode_ordinary(text)
         return np.concatenate([[enc.eot_token], tokens], dtype="<u2", casting="unsafe")
 
-    # No "with": a generator left half read must not wait for threads while it is garbage-collected.
-    pool, running, failure = ThreadPoolExecutor(os.cpu_count()), deque(), None
-    try:
-        for text in texts:
-            running.append(pool.submit(encode, text))
-            while running and (running[0].done() or len(running) > AHEAD):
-                yield running.popleft().result()
-    except SystemExit as e:  # what the source gave before it failed is good
-        failure = e
-    while running:
-        yield running.popleft().result()
-    if failure:
-        raise failure
+    return ahead(encode, texts_then_error(), AHEAD, os.cpu_count())
 
 def write(path, data, at=0):
     with open(path, "r+b" if at else "wb") as file:
