@@ -13,7 +13,6 @@ holds a gradients*.md, a table of `gradients`, detectors.svg shows what forecast
 
 import csv
 import glob
-import json
 import os
 import shutil
 import statistics
@@ -21,7 +20,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from experiments.plot import pyplot, save  # noqa: E402
-from experiments.runs import markdown, read_run, write_log  # noqa: E402
+from experiments.runs import keep_run, markdown, read_run  # noqa: E402
 
 
 def read_runs(source):
@@ -42,12 +41,10 @@ def read_runs(source):
 
 
 def keep(source, target, name, run):
-    os.makedirs(folder := os.path.join(target, name), exist_ok=True)
-    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
-        json.dump(run.about, f, indent=1)
-    write_log(os.path.join(folder, "log.csv"), [r for r in run.rows if r["val_loss"] is not None])
+    keep_run(run.about, [r for r in run.rows if r["val_loss"] is not None],
+             os.path.join(target, name))
     if source != target:
-        shutil.copy(os.path.join(source, name, "checks.csv"), folder)
+        shutil.copy(os.path.join(source, name, "checks.csv"), os.path.join(target, name))
 
 
 def values(rows, column):
@@ -128,6 +125,17 @@ def detector(rows, what):
             [r["relative error"] for r in rows])
 
 
+def verdict(rows, what, threshold, rough=0.5):
+    """Of the rows with a relative error of `rough` or more, and of the others, how many a detector
+    that is too high at or above a threshold picks out: a line of text."""
+    picked = {True: [], False: []}
+    for r in rows:
+        high = max(float(r[f"{way} {what}"]) for way in ("forward", "adjoint")) >= threshold
+        picked[float(r["relative error"]) >= rough].append(high)
+    return (f"{what} at {threshold}: sees {sum(picked[True])} of {len(picked[True])} errors of "
+            f"{rough} or more, and {sum(picked[False])} of {len(picked[False])} smaller ones")
+
+
 def rank_correlation(xs, ys):
     return statistics.correlation(*([sorted(v).index(x) for x in v] for v in (xs, ys)))
 
@@ -149,7 +157,8 @@ def detectors(rows, plt):
 
 def main(source, target):
     arms = read_runs(source)
-    rows = list(read_gradients(sorted(glob.glob(os.path.join(target, "gradients*.md")))))
+    paths = sorted(glob.glob(os.path.join(target, "gradients*.md")))
+    rows = list(read_gradients(paths))
     if not arms and not rows:
         sys.exit(f"error: no finished ARM-SEED in {source}: name the folder of the runs")
     for arm, runs in arms.items():
@@ -159,9 +168,11 @@ def main(source, target):
         with open(os.path.join(target, "table.md"), "w", encoding="utf-8") as f:
             print(table(arms), file=f)
         print(table(arms))
-    for what in ("factor", "residual") if rows else ():
-        print(f"{what}: rank correlation {rank_correlation(*detector(rows, what)):.3f} with the "
-              "gradient's relative error")
+    for path in paths:
+        part = list(read_gradients([path]))
+        for what, threshold in (("factor", 0.5), ("residual", 0.2)):  # --control's
+            print(f"{os.path.basename(path)}: {verdict(part, what, threshold)}; rank correlation "
+                  f"{rank_correlation(*detector(part, what)):.3f} with the error")
     try:
         plt = pyplot()
     except ImportError:

@@ -65,6 +65,17 @@ def check_alike(runs, folder):
 
 # Thinning -----------------------------------------------------------------------------------------
 
+def keep_run(about, rows, folder):
+    """Writes config.json and log.csv of a run for results/. Of a path from the root, which is of the
+    machine that it ran on, only the last folder."""
+    os.makedirs(folder, exist_ok=True)
+    settings = {k: os.path.basename(v) if isinstance(v, str) and os.path.isabs(v) else v
+                for k, v in about["settings"].items()}
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(dict(about, settings=settings), f, indent=1)
+    write_log(os.path.join(folder, "log.csv"), rows)
+
+
 def write_log(path, rows):
     with open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, COLUMNS)

@@ -22,7 +22,6 @@ Nobody has run these two yet. `alignment.py` and `depth.py` are the studies that
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -38,8 +37,8 @@ sys.path.insert(0, ROOT)
 from experiments import frontier  # noqa: E402
 from experiments.frontier import FRONTIER  # noqa: E402
 from experiments.plot import figure  # noqa: E402
-from experiments.runs import check_alike, load, markdown, mean, read_run  # noqa: E402
-from experiments.runs import sparse, spread, thin, write_log  # noqa: E402
+from experiments.runs import check_alike, keep_run, load, markdown, mean  # noqa: E402
+from experiments.runs import read_run, sparse, spread, thin  # noqa: E402
 from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, flops_to_reach  # noqa: E402
 from train import evaluations, parse_settings, plan, sets_of  # noqa: E402
@@ -172,12 +171,9 @@ def keep(args):
     for name in sorted(os.listdir(folder)):
         found = read_run(os.path.join(folder, name))
         if found and found.finished:
-            target = os.path.join(args.results, args.scale, name)
-            os.makedirs(target, exist_ok=True)
-            shutil.copy(os.path.join(folder, name, "config.json"), target)
             few = name.rpartition("-seed")[0] in FRONTIER
             rows = thin(sparse(found.rows), every=float("inf")) if few else thin(found.rows)
-            write_log(os.path.join(target, "log.csv"), rows)
+            keep_run(found.about, rows, os.path.join(args.results, args.scale, name))
 
 
 # Reporting: arithmetic on logs --------------------------------------------------------------------

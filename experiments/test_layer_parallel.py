@@ -493,7 +493,12 @@ def test_figure_and_table(controlled, tmp_path, capsys):
     (tmp_path / "gradients.md").write_text("\n".join([header, rule, *lines]) + "\n")
     figure.main(str(controlled), str(tmp_path))
     said = capsys.readouterr().out
-    assert "factor: rank correlation -1.000" in said and "residual: rank correlation 1.000" in said
+    assert "factor at 0.5: sees 0 of 0 errors of 0.5 or more, and 0 of 3 smaller ones" in said
+    assert "correlation -1.000" in said and "2 of 3 smaller ones; rank correlation 1.000" in said
+    picked = [dict(zip(script.GRADIENTS, line.strip("| ").split(" | "))) for line in lines]
+    for rough, want in ((0.2, "1 of 2 errors of 0.2 or more, and 1 of 1"),
+                        (0.3, "0 of 1 errors of 0.3 or more, and 2 of 2")):
+        assert want in figure.verdict(picked, "factor", 0.2, rough)
     rows = {line.split(" | ")[0]: line.split(" | ") for line in said.splitlines() if " | " in line}
     losses = {arm: core.read_log(controlled / f"{arm}-1")[-1]["val_loss"]
               for arm in ("serial", "switch")}

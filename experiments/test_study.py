@@ -408,6 +408,8 @@ def test_run_keep_report_for_real(data, tmp_path, capfd):
     out = capfd.readouterr().out
     assert re.search(r"\| headline \| multilevel \| 1 \| 2\.8\d\d \|", out)
     assert re.search(r"single-seed1: finished after", out)
+    about = (tmp_path / "kept" / "narrow" / "single-seed1" / "config.json").read_text()
+    assert json.loads(about)["settings"]["out"] == "single-seed1" and str(tmp_path) not in about
 
 
 # Alignment and depth ------------------------------------------------------------------------------
