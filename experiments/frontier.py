@@ -88,6 +88,7 @@ def arms_of(b):
         arms[f"nested{k}-{b}-early"] = nested(k, b, 0.15)
     arms[f"nested3-{b}-via6"] = in_stages(3, 6, b)
     arms[f"nested3-{b}-via6-early"] = in_stages(3, 6, b, (0.05, 0.15))
+    arms[f"nested3-{b}-via6-earlier"] = in_stages(3, 6, b, (0.025, 0.075))
     arms[f"nested3-{b}-early-zero"] = f"--growth zero {nested(3, b, 0.15)}"
     for d in DEPTHS:
         arms[f"scratch{d}-{b}"] = scratch(d, b)
@@ -121,6 +122,7 @@ VARIANTS = {"divide": "output matrices divided by 4", "zero": "new blocks' outpu
             "cycles3": "10 cycles of 3 layers afterwards",
             "via6": "in two stages, 0.1 on 3, 0.25 on 6",
             "via6-early": "in two stages, 0.05 on 3, 0.15 on 6",
+            "via6-earlier": "in two stages, 0.025 on 3, 0.075 on 6",
             "early-zero": "new blocks' outputs zero, start 0.15"}
 
 

@@ -70,11 +70,11 @@ def test_arms_cost_their_budget():
         if kind == "nested":
             assert (s.mode, s.n_layer, s.start_layers) == ("nested", 12, int(depth))
             share = {"late": 0.6, "early": 0.15, "early-zero": 0.15, "via6": 0.35,
-                     "via6-early": 0.2}.get(what, 1 / 3)
+                     "via6-early": 0.2, "via6-earlier": 0.1}.get(what, 1 / 3)
             assert start / spent == pytest.approx(share, rel=4e-3)
             if what.startswith("via6"):
                 last = stages[arm][1] * flops_per_token(config, 6)
-                wanted = 0.15 if what.endswith("early") else 0.25
+                wanted = {"via6-early": 0.15, "via6-earlier": 0.075}.get(what, 0.25)
                 assert last / spent == pytest.approx(wanted, rel=2e-3)
         else:
             assert (s.mode, s.n_layer) == ("single", int(depth))
@@ -103,7 +103,7 @@ def test_nested_stands_for_all_small_budgets_first(machine, tmp_path, monkeypatc
     for name, (_, flags, _) in zip(names, machine.calls):
         variant = name.split("-", 2)[-1].removeprefix("early-")
         assert ("--growth" in flags) == (
-            variant in (*growth.GROWTHS, "via6", "via6-early", "rewarm"))
+            variant in (*growth.GROWTHS, "rewarm") or variant.startswith("via6"))
         script = study.command_of("narrow", name)[1]
         assert script.endswith("growth.py" if "--growth" in flags else "train.py")
         if "--growth" in flags:
