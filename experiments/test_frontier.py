@@ -143,6 +143,8 @@ def kept(tmp_path):
     keep_run(tmp_path, "nested3-5000", [5, 1.4], 200)
     keep_run(tmp_path, "nested3-5000-early", [5, 1.7], 200)
     keep_run(tmp_path, "nested3-5000-early", [5, 1.8], 200, seed=2)
+    keep_run(tmp_path, "nested3-5000-via6", [5, 1.85], 200)
+    keep_run(tmp_path, "nested3-5000-via6-early", [5, 1.95], 200)
     keep_run(tmp_path, "nested6-2500", [5, 3.5], 90)
     keep_run(tmp_path, "equal-data12-2500", [5, 1.75], 250)
     keep_run(tmp_path, "multilevel", [5, 1.0], 100)  # no arm of the frontier
@@ -168,6 +170,7 @@ def test_frontier_by_hand(kept, capsys):
     assert found["1 layer"] == ["", "", ""]
     assert found["3 → 12, start 1/3"][0] == "2.500 (wsd 0.003, 2 tried)"
     assert found["3 → 12, start 0.6"][0] == "2.400 (wsd 0.003, 1 tried)"
+    assert found["3 → 6 → 12"][1] == "1.850 (wsd 0.003, 2 tried)"
 
     # 2.5 nats: half way from 3 to 2 in log FLOPs, 100 to 200; a fifth fewer of them in blocks.
     half = 1 - 100 / 200**0.5 / 100**0.5
@@ -193,9 +196,9 @@ def test_frontier_by_hand(kept, capsys):
     # So 2.5 nats after 1.41 x 2,500 steps; 4 of the nested run's were of 12 layers.
     assert worth[2] == ("| 3 layers | nested3-2500 | copies, wsd 0.003 | 2,496 | "
                         f"{2500 * 2**0.5 - 4:,.0f} |")
-    assert len(worth) == 2 + 5 and "nested3-5000 |" not in "".join(worth)  # beyond the frontier
+    assert len(worth) == 2 + 7 and "nested3-5000 |" not in "".join(worth)  # beyond the frontier
 
-    assert len(listed) == 2 + 16 and "| scratch12-2500 | 1 | 100 | 50 | 3.2000 | 2.5000 |" in listed
+    assert len(listed) == 2 + 18 and "| scratch12-2500 | 1 | 100 | 50 | 3.2000 | 2.5000 |" in listed
     with pytest.raises(SystemExit, match="no complete run of the frontier"):
         study.main(["frontier", "--scale", "paper", "--results", str(kept)])
     keep_run(kept, "scratch1-2500", [5, 2], 100, dtype="bfloat16")
