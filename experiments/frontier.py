@@ -222,7 +222,7 @@ def saving(arm, frontiers, column):
     saved = round(1 - arm.flops[column] / flops, 3) + 0.0  # no -0.0
     bound = "" if how == ">" and saved <= 0 else f" ({how} {saved:.1%})"
     text = f"{saved:.1%}" if how == "=" else "beyond" + bound
-    return text + (f", {layers(depth)}" if len(frontiers) > 1 else "")
+    return text + (f", {layers(depth)}" if len(frontiers) > 1 and how != ">" else "")
 
 
 def layers(n):
