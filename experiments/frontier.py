@@ -141,10 +141,14 @@ class Arm(NamedTuple):
     @property
     def start(self):
         """The share of the FLOPs that goes into the start of the arms tuned for the frontier."""
-        if self.what.startswith("via6"):
-            return "two stages"
         tuned = self.kind == "nested" and self.what not in VARIANTS.keys() - {"cosine"}
         return {"late": "0.6", "early": "0.15"}.get(self.what, "1/3") if tuned else None
+
+    @property
+    def path(self):
+        """The depths that such an arm, or one grown in two stages, goes through."""
+        via = self.what.startswith("via6")
+        return f"{self.depth} →{' 6 →' * via} 12" if via or self.start else None
 
     @property
     def about(self):
@@ -238,7 +242,7 @@ def depth_table(arms):
     for k in STARTS:
         for start in ("0.15", "1/3", "0.6"):
             lines.append((f"{k} → 12, start {start}", dict(kind="nested", depth=k, start=start)))
-    lines.append(("3 → 6 → 12", dict(kind="nested", start="two stages")))
+    lines.append(("3 → 6 → 12", dict(path="3 → 6 → 12")))
     for label, which in lines:
         found = [best_of(arms, budget=b, **which) for b in there]
         table.append([label, *(arm.cell(tried) if arm else "" for arm, tried in found)])
@@ -301,12 +305,10 @@ def figure(arms, path):
     for depth, colour in zip(DEPTHS, COLOURS):
         if points := frontier_of(arms, depth):
             ax.plot(*zip(*points), "o-", ms=3, lw=1.2, color=colour, label=layers(depth))
-        for label, marker, two in ((f"{depth} → 12", "^", False), (f"{depth} → 6 → 12", "v", True)):
-            shown = [arm for arm in arms if arm.start and arm.depth == depth
-                     and (arm.start == "two stages") == two]
-            if shown:
+        for depths, marker in ((f"{depth} → 12", "^"), (f"{depth} → 6 → 12", "v")):
+            if shown := [arm for arm in arms if arm.path == depths]:
                 ax.plot([arm.flops["flops"] for arm in shown], [arm.loss for arm in shown], marker,
-                        ms=5, color=colour, mfc="white", label=f"{label} layers")
+                        ms=5, color=colour, mfc="white", label=f"{depths} layers")
     ax.set(xscale="log", xlabel=LABELS["flops"], ylabel="final held-out loss (nats a token)")
     ax.legend(frameon=False)
     save(fig, path)
