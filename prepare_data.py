@@ -27,7 +27,7 @@ except ImportError:  # Windows
 
 VAL_EVERY = 50      # a document's number alone decides its split: fetching more never moves one
 PIECE = 64 * 1024   # a longer text file is cut into documents of so many characters
-AHEAD = 256         # documents read ahead: with fewer, reading gets in tokenising's way
+AT_ONCE = 128       # documents that are tokenised at once, shared out to the cores
 SAVE_EVERY = 2.0    # seconds between saves: what a kill costs (all, while undecided, below)
 ROWS, IN_FLIGHT = 100, 8  # rows a request (the API's limit), and requests at a time
 TRIES, FIRST_WAIT, LONGEST_WAIT = 10, 1.0, 60  # waits 1, 2, 4, ... seconds: some 4 minutes in all
@@ -127,40 +127,34 @@ def fetch_rows(url, timeout, start):
 
     texts, total = ask(start, tries=3)  # alone: so having no network is soon said
     yield from texts
-    for texts, _ in ahead(ask, range(start + len(texts), total, ROWS), IN_FLIGHT, IN_FLIGHT):
-        yield from texts
+    # No "with": a generator left half read must not wait for threads while it is garbage-collected.
+    pool, running = ThreadPoolExecutor(IN_FLIGHT), deque()
+    for first in range(start + len(texts), total, ROWS):
+        running.append(pool.submit(ask, first))
+        if len(running) == IN_FLIGHT:
+            yield from running.popleft().result()[0]
+    for future in running:
+        yield from future.result()[0]
 
 # --- Texts -> tokens -> shards --------------------------------------------------------------------
 
-def ahead(function, items, most, threads):
-    """function(item) of each item, in order, with at most so many of them under way in threads."""
-    # No "with": a generator left half read must not wait for threads while it is garbage-collected.
-    pool, running = ThreadPoolExecutor(threads), deque()
-    for item in items:
-        running.append(pool.submit(function, item))
-        while running and (running[0].done() or len(running) >= most):
-            yield running.popleft().result()
-    for future in running:
-        yield future.result()
-
 def tokenise(texts, enc):
-    """Yields each text's tokens, uint16: this thread reads on while one for each core encodes."""
-    def texts_then_error():  # what a source gave before it failed is good
-        try:
-            yield from texts
-        except SystemExit as e:
-            yield e
+    """Yields the tokens of each text, uint16, after its end-of-text token."""
+    def encode(some):  # on all cores; <|endoftext|> in a text is text
+        for tokens in enc.encode_ordinary_batch(some, num_threads=os.cpu_count()):
+            yield np.array([enc.eot_token, *tokens], dtype="<u2")
 
-    def encode(text):
-        if isinstance(text, SystemExit):
-            raise text
-        try:  # as encode_ordinary, where <|endoftext|> in a text is text, but faster: no list
-            tokens = enc.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # half a surrogate pair, which JSON may hold
-            tokens = enc.encode_ordinary(text)
-        return np.concatenate([[enc.eot_token], tokens], dtype="<u2", casting="unsafe")
-
-    return ahead(encode, texts_then_error(), AHEAD, os.cpu_count())
+    some = []
+    try:
+        for text in texts:
+            some.append(text)
+            if len(some) == AT_ONCE:
+                yield from encode(some)
+                some = []
+    except SystemExit:  # what a source gave before it failed is good
+        yield from encode(some)
+        raise
+    yield from encode(some)
 
 def write(path, data, at=0):
     with open(path, "r+b" if at else "wb") as file:
