@@ -51,10 +51,10 @@ def restrict(model, keep, blocks="blocks"):
 
     keep: a list or range of int. The result is a view: its blocks, embedding and head are model's
     own, and so are gradients and hooks. Only the modules on the way to the list are copied, without
-    their tensors, and their configs, in which each block keeps its own kind (keep_kinds). What else
-    goes by a block's place cannot be known and stays: other modules, parameters, dicts, rules as
-    i % 6, what a block reads from another, and its own number, which is its slot in a key-value
-    cache: give a view none. Raises ValueError (find_blocks).
+    their tensors, and their configs, in which each block keeps its own kind (keep_kinds). All else
+    that goes by a block's place cannot be known and stays: other modules, parameters, dicts, rules
+    such as i % 6, reads from other blocks, and its own number. That is its slot in a key-value
+    cache: use none. Raises ValueError (find_blocks).
     """
     layers = find_blocks(model, keep, blocks)
     *path, last = blocks.split(".")
@@ -69,14 +69,15 @@ def restrict(model, keep, blocks="blocks"):
 
 @torch.no_grad()
 def prolong(model, keep, delta=0.25, blocks="blocks"):
-    """Prolongation (Eq. 4 and its mirror), in place: with the nearest kept block before in depth,
+    """Prolongation (Eq. 4 and its mirror), in place, for each skipped block:
 
-        theta_skipped <- (1 - delta) theta_skipped + delta theta_kept    for each skipped block.
+        theta_skipped <- (1 - delta) theta_skipped + delta theta_kept
 
-    With none before it, it stays as it is; so do buffers and the kept blocks, the view's own.
-    delta = 0 changes nothing, 1 copies. Blocks of two kinds are averaged if their parameters agree.
-    Raises ValueError (find_blocks), for delta outside [0, 1], for parameters that differ in names,
-    shapes, types or devices, and for a module in several places; model is then unchanged.
+    theta_kept: the nearest kept block before it. With none before it, a block stays as it is; so do
+    buffers, and the kept blocks, which are the view's own. delta = 0 changes nothing, 1 copies.
+    Blocks of two kinds are averaged if their parameters agree. Raises ValueError (find_blocks), for
+    delta outside [0, 1], for parameters that differ in names, shapes, types or devices, and for a
+    module in several places; model is then unchanged.
     """
     layers = find_blocks(model, keep, blocks)
     if not 0 <= delta <= 1:
@@ -121,7 +122,7 @@ def flops_to_reach(flops, losses, target):
     return None
 
 
-# What restrict and prolong call: models of other people -------------------------------------------
+# What restrict and prolong call: other people's models --------------------------------------------
 
 def find_blocks(model, keep, blocks):
     """The nn.ModuleList at the dotted path `blocks`; ValueError unless keep is a choice from it."""

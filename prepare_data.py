@@ -15,6 +15,7 @@ any moment, the same command goes on, and the shards come out as if it had never
 import argparse, gzip, json, lzma, os, platform, re, signal, sys, sysconfig, time, zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -27,9 +28,8 @@ except ImportError:  # Windows
 
 VAL_EVERY = 50      # a document's number alone decides its split: fetching more never moves one
 PIECE = 64 * 1024   # a longer text file is cut into documents of so many characters
-AT_ONCE = 128       # documents that are tokenised at once, shared out to the cores
 SAVE_EVERY = 2.0    # seconds between saves: what a kill costs (all, while undecided, below)
-ROWS, IN_FLIGHT = 100, 8  # rows a request (the API's limit), and requests at a time
+ROWS, IN_FLIGHT = 100, 8  # rows a request (the API's limit; tokenised at once), requests at a time
 TRIES, FIRST_WAIT, LONGEST_WAIT = 10, 1.0, 60  # waits 1, 2, 4, ... seconds: some 4 minutes in all
 FINEWEB = {"dataset": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT", "split": "train"}
 ENDINGS = (".txt", ".md", ".py", ".jsonl", ".xz", ".gz")
@@ -116,7 +116,8 @@ def fetch_rows(url, timeout, start):
                     hint = "Check --url, and HF_TOKEN if it needs one."
                     break
                 after = answer.headers.get("Retry-After", "0")  # seconds, or a date
-                wait = max(wait, urllib3.Retry().parse_retry_after(after))
+                with suppress(urllib3.exceptions.InvalidHeader):  # such as 1.5
+                    wait = max(wait, urllib3.Retry().parse_retry_after(after))
             except Exception as e:  # a time-out, a connection cut, JSON that is not as it should be
                 problem = type(e).__name__
                 hint = NO_NETWORK if isinstance(e, requests.ConnectionError) else RESUME
@@ -139,22 +140,10 @@ def fetch_rows(url, timeout, start):
 # --- Texts -> tokens -> shards --------------------------------------------------------------------
 
 def tokenise(texts, enc):
-    """Yields the tokens of each text, uint16, after its end-of-text token."""
-    def encode(some):  # on all cores; <|endoftext|> in a text is text
+    """Yields the tokens of each text of an iterator, uint16, after its end-of-text token."""
+    while some := list(islice(texts, ROWS)):  # on all cores; <|endoftext|> in a text is text
         for tokens in enc.encode_ordinary_batch(some, num_threads=os.cpu_count()):
             yield np.array([enc.eot_token, *tokens], dtype="<u2")
-
-    some = []
-    try:
-        for text in texts:
-            some.append(text)
-            if len(some) == AT_ONCE:
-                yield from encode(some)
-                some = []
-    except SystemExit:  # what a source gave before it failed is good
-        yield from encode(some)
-        raise
-    yield from encode(some)
 
 def write(path, data, at=0):
     with open(path, "r+b" if at else "wb") as file:
@@ -239,14 +228,6 @@ def write_shards(documents, limit, folder, state):
 
 # --- Shards -> batches ----------------------------------------------------------------------------
 
-def check_shards(folder, meta):
-    """Exits unless the shards hold all the tokens that meta (or progress.json) counts."""
-    for split in ("train", "val"):
-        said = meta[split + "_tokens"]
-        there = sum(path.stat().st_size // 2 for path in Path(folder).glob(f"{split}_*.bin*"))
-        if there < said:
-            raise SystemExit(f"error: {folder} holds {there:,} of {said:,} {split} tokens: {AGAIN}")
-
 def read_meta(folder, name="meta.json", numbers=("vocab_size", "train_tokens", "val_tokens"),
               **settings):
     """meta.json (or progress.json) of the data in folder, a dict. Exits unless it has these numbers
@@ -263,7 +244,11 @@ def read_meta(folder, name="meta.json", numbers=("vocab_size", "train_tokens", "
     for key, value in settings.items():
         if meta.get(key) != value:
             raise SystemExit(f"error: {folder} has {key} = {meta.get(key)}, not {value}: {ANEW}")
-    check_shards(folder, meta)
+    for split in ("train", "val"):
+        said = meta[split + "_tokens"]
+        there = sum(path.stat().st_size // 2 for path in Path(folder).glob(f"{split}_*.bin*"))
+        if there < said:
+            raise SystemExit(f"error: {folder} holds {there:,} of {said:,} {split} tokens: {AGAIN}")
     return meta
 
 class Tokens:

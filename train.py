@@ -62,7 +62,7 @@ class Settings:
     grad_clip: float = 0.0      # largest norm of a gradient, at every level; 0: no clipping
     # nested iteration
     start_layers: int = 3       # so many blocks, each the first of a group, are trained first
-    start_steps: int = 8000     # steps of the start, before the fine steps
+    start_steps: int = 8000     # steps of the start; compare takes its FLOPs off the fine steps
     # the paper's cycles
     cycles: int = 35            # one after each of the first so many fine steps (nested: 0)
     coarse_steps: int = 100     # steps of a coarse model in a cycle
@@ -120,22 +120,20 @@ class Update(NamedTuple):
 
 
 def rate(s, j):
-    """The rate of step j of the fine stream: linear warm-up to lr, then by schedule to min_lr."""
-    steps = s.steps + (s.start_steps if s.mode == "nested" else 0)
+    """The rate of step j (of start and fine steps, as one): warm-up to lr, then down to min_lr."""
+    steps, high = s.steps + (s.start_steps if s.mode == "nested" else 0), 1.0
     if j < s.warmup:
         return s.lr * (j + 1) / s.warmup
     if s.schedule == "cosine":
         high = (1 + math.cos(math.pi * (j - s.warmup) / (steps - s.warmup))) / 2
     elif s.schedule == "wsd" and s.decay:
         high = min(1.0, (steps - j) / (s.decay * steps))
-    else:
-        high = 1.0
     return s.min_lr + (s.lr - s.min_lr) * high
 
 
 def sets_of(s):
     """The kept blocks of coarse models 1, 2, ...: nested iteration's start, then a cycle's. Each is
-    restricted from the fine model and prolongs to it. To add one, append its blocks here."""
+    restricted from the fine model and prolongs to it. To add one, append its blocks."""
     start = []
     if s.mode == "nested":
         if not 1 <= s.start_layers < s.n_layer or s.n_layer % s.start_layers:
@@ -149,10 +147,10 @@ def sets_of(s):
 
 def plan(s, config):
     """The run, as a list of updates. All that a checkpoint knows of it is a place in this list."""
-    updates, coarse_step, nested = [], 0, s.mode == "nested"
-    start = s.start_steps if nested else 0
-    for j in range(start):  # nested iteration: solve on the coarse grid, then copy (delta = 1)
-        updates.append(Update(1, j, FINE, j, rate(s, j), last=j + 1 == start, delta=1.0))
+    coarse_step, nested = 0, s.mode == "nested"
+    start = s.start_steps if nested else 0  # solve on the coarse grid, then copy (delta = 1)
+    updates = [Update(1, j, FINE, j, rate(s, j), last=j + 1 == start, delta=1.0)
+               for j in range(start)]
     coarse_models = list(range(1 + nested, 1 + len(sets_of(s))))  # a cycle's: 1 may be the start's
     for k in range(s.steps):
         visits = coarse_models if k < s.cycles else []
@@ -162,9 +160,8 @@ def plan(s, config):
         updates.append(Update(0, k, FINE, start + k, rate(s, start + k), end))
         for level in visits:
             first, coarse_step = coarse_step, coarse_step + visit_length(s, config, k)
-            for j in range(first, coarse_step):
-                lr, last = s.coarse_lr or s.lr, j + 1 == coarse_step
-                updates.append(Update(level, j, COARSE, j, lr, last, s.delta))
+            updates += [Update(level, j, COARSE, j, s.coarse_lr or s.lr, j + 1 == coarse_step,
+                               s.delta) for j in range(first, coarse_step)]
     return updates
 
 
@@ -181,7 +178,7 @@ def visit_length(s, config, cycle):
 
 def due(s, u):
     """Whether an update is followed by an evaluation of its level: every eval_interval start or
-    fine steps, and at their end. In cycles it is the loop that evaluates, after prolonging."""
+    fine steps, and at their end. After a prolongation the loop evaluates the fine model, too."""
     end = s.start_steps if u.level else s.steps
     return u.stream == FINE and ((u.step + 1) % s.eval_interval == 0 or u.step + 1 == end)
 
@@ -298,9 +295,10 @@ COLUMNS = ["level", "step", "tokens", "flops", "flops_blocks", "lr", "train_loss
 class RunFolder:
     """What a run leaves behind, and how far it is (`at`). Rank 0 writes.
 
-    A checkpoint is made right after a row of the log: the weights, the optimizer of each level, the
-    log, and `at`. Batches, rates and FLOPs follow from the place in the plan, and nothing else is
-    random, so that is enough to go on to the same log, bit for bit but for the seconds.
+    A checkpoint is made right after a row of the log: the weights (and sizes, for a sample), the
+    optimizer of each level, the log, and `at`. The plan follows from config.json, batches, rates
+    and FLOPs from the place in it, and nothing else is random: that is enough to go on to the same
+    log, bit for bit but for the seconds.
     """
 
     def __init__(self, s, data, levels, updates):
@@ -358,9 +356,9 @@ class RunFolder:
             if WORLD > 1:
                 dist.all_reduce(losses)
             losses = (losses / WORLD).tolist()
-        for back, loss in enumerate(reversed(losses)):
+        for i, loss in [*enumerate(losses, step - len(losses) + 1), (step, val_loss or 0.0)]:
             if not math.isfinite(loss):
-                self.broken(f"the loss is {loss} at {name} step {step - back}")
+                self.broken(f"the loss is {loss} at {name} step {i}")
         train_loss = sum(losses) / len(losses) if losses else None
         at["seconds"] = time.perf_counter() - self.began
         if val_loss is not None and not name.startswith("coarse"):
@@ -401,8 +399,8 @@ class RunFolder:
 
     def broken(self, what):
         last = f"is {self.path}" if os.path.exists(self.path) else "was not made yet"
-        sys.exit(f"error: {what}: try a smaller --lr, or --grad_clip 1 (the last good checkpoint "
-                 f"{last})")
+        sys.exit(f"error: {what}: start anew with a smaller --lr, or --grad_clip 1 (the last "
+                 f"checkpoint {last})")
 
 
 @contextlib.contextmanager
@@ -466,11 +464,10 @@ def join_ranks(s):
 
 def from_rank_0(what):
     """What rank 0 gives, on every rank."""
+    box = [what]
     if WORLD > 1:
-        box = [what]
         dist.broadcast_object_list(box)
-        return box[0]
-    return what
+    return box[0]
 
 
 def average_over_ranks(parameters):
@@ -518,7 +515,7 @@ CHOICES = {"mode": ["single", "multilevel", "nested", "compare", "sample"], "pre
            "device": ["auto", "cuda", "mps", "cpu"], "dtype": ["auto", "float32", "bfloat16"],
            "compile": ["auto", "on", "off"]}
 AT_LEAST_1 = {"steps", "start_steps", "batch_size", "eval_interval", "eval_sequences",
-              "log_interval", "max_new_tokens"}
+              "log_interval", "max_new_tokens", "flop_factor"}
 # What may change when a run is resumed:
 FREE = {"preset", "out", "resume", "overwrite", "save_seconds", "target_loss", "prompt",
         "max_new_tokens", "temperature", "top_k"}
@@ -540,8 +537,10 @@ def parse_settings(argv):
     s = Settings(**{**PRESETS[given.get("preset", "paper")], **given})
     for f in fields(s):
         value, least = getattr(s, f.name), int(f.name in AT_LEAST_1)
-        if f.type in (int, float) and not (math.isfinite(value) and value >= least):
-            sys.exit(f"error: --{f.name} {value} must be at least {least}")
+        if f.type in (int, float) and not least <= value < 2**63:
+            sys.exit(f"error: --{f.name} {value} is not between {least} and 2^63")
+    if s.resume and s.overwrite:
+        sys.exit("error: --resume and --overwrite: choose one")
     if s.mode == "nested" and "cycles" not in given:
         s.cycles = 0
     return s, set(given)
@@ -549,7 +548,8 @@ def parse_settings(argv):
 
 def recorded(s, given):
     """The settings of the run in s.out: s if it is new, what it was begun with if it is resumed."""
-    if RANK == 0 and s.resume and os.path.exists(f"{s.out}/config.json"):
+    begun = any(os.path.exists(f"{s.out}/{name}") for name in ("config.json", "ckpt.pt"))
+    if RANK == 0 and s.resume and begun:
         free = FREE | {"micro_batch"} & given  # which may have to change when memory runs out
         about = read_config(s.out)
         old = {k: v for k, v in about["settings"].items() if k not in free}
@@ -577,6 +577,8 @@ def checked(s):
         sets_of(s)
         if not 0 <= s.delta <= 1:
             raise ValueError(f"delta = {s.delta} is not between 0 and 1")
+        if s.momentum >= 1:
+            raise ValueError(f"momentum = {s.momentum} must be less than 1")
         if s.batch_size % WORLD:
             raise ValueError(f"--batch_size {s.batch_size} is not divisible by {WORLD} ranks")
     except ValueError as e:
@@ -617,6 +619,7 @@ def compare(s, given):
     """The three modes one after the other, from the same weights, on the same batches. The nested
     run has the single-level run's FLOPs: what its start takes comes off its fine steps."""
     config = checked(replace(s, mode="multilevel"))[1]
+    s = from_rank_0(settle(s, config))  # once: the same arithmetic in all three
     start = s.start_steps * flops_per_token(config, s.start_layers) / flops_per_token(config)
     nested = replace(s, mode="nested", steps=s.steps - round(start),
                      cycles=s.cycles if "cycles" in given else 0)
@@ -629,10 +632,13 @@ def compare(s, given):
     for run in runs:
         train(run)
     if RANK == 0:
+        single, _, nested = runs  # as they were begun
+        config, k = checked(single)[1], nested.start_layers
+        alone = round(single.steps * flops_per_token(config) / flops_per_token(config, k))
         say("\n" + "\n".join(table({run.mode: read_log(run.out) for run in runs})))
         say("One seed, one length. Not shown: what the schedule does without coarse models (--kind "
-            f"full), and what {s.start_layers} layers\nalone do with the FLOPs: --mode single "
-            f"--n_layer {s.start_layers} --steps {round(s.steps * s.start_steps / start)}")
+            f"full), and what {k} layers\nalone do with the FLOPs: --mode single --n_layer {k} "
+            f"--steps {alone}")
         for run in runs:
             say(f"\n--- a sample of the {run.mode} run\n{sample(run)}")
 

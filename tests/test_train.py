@@ -160,6 +160,7 @@ def test_a_run_folder_is_never_overwritten_unasked(data, tmp_path, capfd):
     before, out = log_of(tmp_path / "run"), ["--data", data, "--out", tmp_path / "run"]
     line = one_line(capfd, *out)
     assert "--resume" in line and "--overwrite" in line and log_of(tmp_path / "run") == before
+    assert "choose one" in one_line(capfd, *out, "--resume", "--overwrite")
     run(data, tmp_path / "run", "--overwrite")
     assert log_of(tmp_path / "run") == before
 
@@ -200,6 +201,8 @@ def test_damaged_files_are_named_in_one_line(data, tmp_path, capfd):
         config.write_bytes(damaged)
         assert "config.json is damaged" in one_line(capfd, *out, "--resume")
         assert "config.json is damaged" in one_line(capfd, "--mode", "sample", *out)
+    config.unlink()  # nor does a run go on with other settings, since its own are gone
+    assert "config.json is damaged" in one_line(capfd, *out, "--resume", "--lr", "0.9")
     config.write_bytes(about)
     (tmp_path / "run/log.csv").unlink()  # the checkpoint holds it
     run(data, tmp_path / "run", "--resume")
@@ -228,10 +231,18 @@ def test_one_process_at_a_time_and_nothing_to_clean_up_after_a_kill(data, tmp_pa
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(data, tmp_path, capfd):
-    line = one_line(capfd, "--data", data, "--out", tmp_path / "run", "--lr", "1e20")
+    line = one_line(capfd, "--data", data, "--out", tmp_path / "run", "--lr", "1e18")
     assert re.search(r"the loss is (nan|inf) at (fine|coarse\d) step \d", line)
     assert "checkpoint" in line and "--grad_clip 1" in line
     assert all(p.isfinite().all() for p in weights(tmp_path / "run").values())
+    many = ["--mode", "single", "--warmup", "0", "--log_interval", "20", "--eval_interval", "20"]
+    line = one_line(capfd, "--data", data, "--out", tmp_path / "2", "--lr", "1e18", *many)
+    assert re.search(r"the loss is (nan|inf) at fine step 2:", line)  # the first of those
+    # A held-out loss, too: after the one step that ruins the weights there is no other loss.
+    line = one_line(capfd, "--data", data, "--out", tmp_path / "3", "--lr", "1e18", *many,
+                    "--steps", "1", "--momentum", "0")
+    assert re.search(r"the loss is (nan|inf) at fine step 1:", line)
+    assert not (tmp_path / "3/ckpt.pt").exists() and "was not made yet" in line
 
 
 def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, capfd, monkeypatch):
@@ -257,7 +268,9 @@ def test_bad_settings_end_in_one_clear_line(data, tmp_path, capfd):
             (["--data", tmp_path / "none", "--out", tmp_path / "new"], "prepare_data.py"),
             ([*out, "--n_layer", 5], "odd"), ([*out, "--n_embd", 17], "n_embd = 17"),
             ([*out, "--delta", 2], "delta = 2"), ([*out, "--steps", 0], "--steps"),
-            ([*out, "--lr", "nan"], "--lr"),
+            ([*out, "--lr", "nan"], "--lr"), ([*out, "--lr", "inf"], "--lr"),
+            ([*out, "--flop_factor", 0], "--flop_factor 0.0"), ([*out, "--seed", 2**63], "--seed"),
+            ([*out, "--optimizer", "adamw", "--momentum", 1], "momentum = 1"),
             ([*out, "--kind", "stride", "--stride", 9], "stride = 9"),
             ([*out, "--block_size", 5000], "shorter than one sequence"),
             ([*out, "--mode", "nested", "--start_layers", 3], "start_layers = 3"),
@@ -313,9 +326,22 @@ def test_compare_ends_with_one_table_and_then_the_samples(data, tmp_path, capfd)
     start = 10 * flops_per_token(CONFIG, 2) / flops_per_token(CONFIG)  # comes off the fine steps
     assert logs["nested"][-1]["step"] == 24 - round(start) < 24
     assert out.index("lowest loss") < out.index("--kind full") < out.index("a sample of the nested")
+    alone = round(24 * flops_per_token(CONFIG) / flops_per_token(CONFIG, 2))
+    assert f"--n_layer 2 --steps {alone}\n" in out
+    train.main(["--resume", "--mode", "compare", "--data", data, "--out", str(tmp_path / "r")])
+    assert f"--n_layer 2 --steps {alone}\n" in capfd.readouterr().out  # what was begun decides
     train.main(["--mode", "sample", "--out", str(tmp_path / "r/nested"), "--prompt", "ab",
                 "--max_new_tokens", "5", "--device", "cpu"])
     assert capfd.readouterr().out.startswith("ab")
+
+
+def test_compare_races_the_dtypes_once_for_all_its_runs(data, tmp_path, monkeypatch):
+    times = iter([1.0, 9.0] + [9.0, 1.0] * 9)  # bfloat16, float32: another winner in any other race
+    monkeypatch.setattr(train.timeit, "repeat", lambda *_, **__: [next(times)])
+    run(data, tmp_path / "r", "--mode", "compare", "--dtype", "auto", "--max_new_tokens", "2",
+        "--start_layers", "2", "--start_steps", "10")
+    for mode in ("single", "multilevel", "nested"):
+        assert train.read_config(tmp_path / "r" / mode)["settings"]["dtype"] == "bfloat16"
 
 
 def test_what_the_terminal_cannot_print_is_escaped(data, tmp_path):
