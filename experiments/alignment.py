@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import train  # noqa: E402
-from experiments.plot import pyplot, save  # noqa: E402
+from experiments.plot import publish, pyplot, save  # noqa: E402
 from experiments.runs import markdown  # noqa: E402
 from multilevel import restrict  # noqa: E402
 
@@ -184,13 +184,8 @@ def report(into):
         "Cosine between the fine gradient and another one, and both losses, on the same held-out "
         "batch:",
         "", *points_table(at)])
-    print(text)
-    with open(os.path.join(into, "report.md"), "w", encoding="utf-8") as f:
-        f.write(text + "\n")
-    try:
-        figure(os.path.join(into, "alignment.svg"), at, points, nets, change, lead)
-    except ImportError:
-        print("no figure: pip install matplotlib", file=sys.stderr)
+    publish(os.path.join(into, "report"), text, lambda: figure(
+        os.path.join(into, "alignment.svg"), at, points, nets, change, lead))
 
 
 def figure(path, at, points, nets, change, lead):

@@ -12,8 +12,8 @@ import sys
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from experiments.plot import COLOURS, LABELS, pyplot, save  # noqa: E402
-from experiments.runs import check_alike, load, markdown  # noqa: E402
+from experiments.plot import COLOURS, LABELS, publish, pyplot, save  # noqa: E402
+from experiments.runs import check_alike, load, markdown, spread  # noqa: E402
 from model import GPTConfig  # noqa: E402
 from multilevel import flops_per_token, flops_to_reach  # noqa: E402
 
@@ -162,18 +162,12 @@ class Arm(NamedTuple):
         return statistics.mean(self.losses.values())
 
     def cell(self, tried):
-        return f"{with_spread(self.losses.values(), '.3f')} ({self.how}, {tried} tried)"
+        return f"{spread(self.losses.values())} ({self.how}, {tried} tried)"
 
     def less(self, other):
         """Its loss less that of the same seeds of another arm, whose batches it saw."""
         seeds = sorted(self.losses.keys() & other.losses.keys())
-        return with_spread([self.losses[i] - other.losses[i] for i in seeds], "+.3f")
-
-
-def with_spread(values, form):
-    """A mean, and the standard deviation if there are several: a cell of a table."""
-    more = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{more}" if values else ""
+        return spread([self.losses[i] - other.losses[i] for i in seeds], sign="+")
 
 
 def read_arms(runs):
@@ -262,8 +256,7 @@ def savings_table(arms):
                               for d in DEPTHS)
             best = min(filter(None, shallow), key=lambda other: other.loss, default=None)
             table.append([
-                arm.name, arm.about, str(len(arm.losses)),
-                with_spread(arm.losses.values(), ".3f"),
+                arm.name, arm.about, str(len(arm.losses)), spread(arm.losses.values()),
                 *(saving(arm, some(front), c) for some in (lambda f: {12: f[12]}, dict)
                   for c, front in fronts.items()),
                 *(arm.less(other) if other else "" for other in (deep, best))])
@@ -320,31 +313,28 @@ def report(args):
     runs = load(args.results, args.scale, FRONTIER)
     arms = read_arms(runs)
     if not arms:
+        scale = args.scale if args.scale in FRONTIERS else " or ".join(FRONTIERS)
         sys.exit(f"error: no complete run of the frontier below {folder}: python "
-                 f"experiments/study.py run --scale {args.scale} --arms nested, then keep")
+                 f"experiments/study.py run --scale {scale} --arms nested, then keep")
     check_alike(runs, folder)
     s = next(iter(next(iter(runs.values())).values())).about["settings"]
     text = "\n".join([
         f"Scale `{args.scale}`, AdamW, {s['data']}, {s['dtype']}: final held-out losses in nats a "
         "token (± is the standard deviation over seeds) of runs that came to the end of their own "
         "schedule. Budgets are counted in steps of 12 layers; in parentheses which schedule and "
-        "rate of how many did best.",
+        "rate of how many did best. No spread: seed 1 alone.",
         "", *depth_table(arms), "",
         "Saving: 1 - FLOPs of the run / FLOPs at which the frontier has its loss, linear in the "
         "logarithm of FLOPs between budgets. Beyond: that lies outside of the budgets that were "
         "run, and the saving is less (<) or more (>) than what their end gives. The best depth is "
-        "that of the frontier which has the loss first. Last: at the same budget, the mean over "
-        "the seeds that both arms ran with.",
+        "that of the frontier which has the loss first. Savings compare means over the seeds that "
+        "there are, not always the same ones. Last: at the same budget, the mean over the seeds "
+        "that both arms ran with.",
         "", *savings_table(arms), "",
         "What a start is worth: the steps of 12 layers from scratch that lead to the same loss, "
         "less those that the nested run took after its start.",
         "", *worth_table(arms), "",
         "Every run:",
         "", *runs_table(runs)])
-    print(text)
-    with open(os.path.join(folder, "frontier.md"), "w", encoding="utf-8") as f:
-        f.write(text + "\n")
-    try:
-        figure(arms, os.path.join(folder, "frontier.svg"))
-    except ImportError:
-        print("no figure: pip install matplotlib", file=sys.stderr)
+    publish(os.path.join(folder, "frontier"), text,
+            lambda: figure(arms, os.path.join(folder, "frontier.svg")))

@@ -16,12 +16,14 @@ carry   copies, and the fine optimizer starts from the moments of the start's, t
 --via K --via_steps S grows in two stages, from k blocks to K to N: of the start's steps the last S
 are on the view of K blocks, each group of which the first growth has filled with copies.
 --rewarm S warms the rate up once more, over the first S fine steps.
+These four are in config.json too: a run resumes with the same ones, by growth.py.
 """
 
 import argparse
 import gc
 import os
 import sys
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -30,6 +32,14 @@ import train  # noqa: E402
 from multilevel import prolong, restrict  # noqa: E402
 
 GROWTHS = ("copy", "divide", "zero", "init", "carry")
+
+
+@dataclass
+class GrowthSettings(train.Settings):
+    growth: str = "copy"
+    via: int = 0
+    via_steps: int = 0
+    rewarm: int = 0
 
 
 @torch.no_grad()
@@ -99,21 +109,27 @@ def main(argv=None):
     s, _ = train.parse_settings(flags)
     if s.mode != "nested" or s.cycles and s.delta == 1:  # a cycle would look like the growth
         sys.exit("error: --growth wants --mode nested, and with --cycles a --delta below 1")
+    if args.rewarm < 0 or args.via_steps and not args.via:
+        sys.exit("error: --rewarm must be at least 0, and --via_steps wants a --via")
 
     def prolong_or_grow(model, keep, delta=0.25, **more):
         return grow(model, keep, args.growth) if delta == 1 else prolong(model, keep, delta, **more)
 
-    before = train.prolong, train.plan, train.sets_of
-    plan, sets_of = before[1:]
+    def recorded_with_growth(s, given):
+        return recorded(GrowthSettings(**asdict(s), **vars(args)), given | set(vars(args)))
+
+    before = train.prolong, train.plan, train.sets_of, train.recorded
+    plan, sets_of, recorded = before[1:]
     if args.via:
         plan, sets_of = staged(s, args.via, args.via_steps, plan, sets_of)
     if args.rewarm:
         plan = rewarmed(args.rewarm, plan)
     train.prolong, train.plan, train.sets_of = prolong_or_grow, plan, sets_of
+    train.recorded = recorded_with_growth
     try:
         return train.main(flags)
     finally:
-        train.prolong, train.plan, train.sets_of = before
+        train.prolong, train.plan, train.sets_of, train.recorded = before
 
 
 if __name__ == "__main__":

@@ -26,25 +26,19 @@ from experiments.runs import keep_run, markdown, read_run  # noqa: E402
 def read_runs(source):
     """{arm: {seed: (Run, checks)}}: checks as dicts of float, None where a cell is empty."""
     arms = {}
-    for name in sorted(os.listdir(source)):
+    for name in sorted(os.listdir(source)) if os.path.isdir(source) else ():
         if not (run := read_run(os.path.join(source, name))):
             continue
-        if not run.complete:
-            print(f"{name} is not finished: left out", file=sys.stderr)
+        path = os.path.join(source, name, "checks.csv")
+        if not run.complete or not os.path.exists(path):
+            print(f"{name} is not finished, or has no checks.csv: left out", file=sys.stderr)
             continue
-        with open(os.path.join(source, name, "checks.csv"), encoding="utf-8") as f:
+        with open(path, encoding="utf-8") as f:
             checks = [{k: float(v) if v else None for k, v in row.items()}
                       for row in csv.DictReader(f)]
         arm, _, seed = name.rpartition("-")
         arms.setdefault(arm, {})[seed] = run, checks
     return arms
-
-
-def keep(source, target, name, run):
-    keep_run(run.about, [r for r in run.rows if r["val_loss"] is not None],
-             os.path.join(target, name))
-    if source != target:
-        shutil.copy(os.path.join(source, name, "checks.csv"), os.path.join(target, name))
 
 
 def values(rows, column):
@@ -99,8 +93,9 @@ def figure(arms, plt):
             if step := switch_of(checks):
                 difference.plot(step, less.get(step, 0), "o", color=f"C{i}", ms=4)
                 factor.plot(step, max(f[step] for f in seen), "o", color=f"C{i}", ms=4)
-            if run.about["settings"]["control"] in ("switch", "refine"):
-                factor.axhline(run.about["settings"]["threshold"], color="0.5", lw=0.8, ls=":")
+            s = run.about["settings"]
+            if s["control"] in ("switch", "refine") and s["detector"] == "factor":
+                factor.axhline(s["threshold"], color="0.5", lw=0.8, ls=":")
     loss.set(xlabel="step", ylabel="validation loss (nats)")
     loss.legend(frameon=False)
     difference.set(xlabel="step", ylabel="less the serial run of the same seed")
@@ -163,7 +158,11 @@ def main(source, target):
         sys.exit(f"error: no finished ARM-SEED in {source}: name the folder of the runs")
     for arm, runs in arms.items():
         for seed, (run, _) in runs.items():
-            keep(source, target, f"{arm}-{seed}", run)
+            name = f"{arm}-{seed}"
+            if os.path.realpath(source) != os.path.realpath(target):
+                keep_run(run.about, [r for r in run.rows if r["val_loss"] is not None],
+                         os.path.join(target, name))
+                shutil.copy(os.path.join(source, name, "checks.csv"), os.path.join(target, name))
     if arms:
         with open(os.path.join(target, "table.md"), "w", encoding="utf-8") as f:
             print(table(arms), file=f)

@@ -32,6 +32,17 @@ def save(fig, path):
     fig.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
+def publish(stem, text, draw):
+    """Prints a report, writes it to stem.md and, where matplotlib is, draws its figure."""
+    print(text)
+    with open(f"{stem}.md", "w", encoding="utf-8") as f:
+        f.write(text + "\n")
+    try:
+        draw()
+    except ImportError:
+        print("no figure: pip install matplotlib", file=sys.stderr)
+
+
 def draw(ax, rows, column="flops", curve=evaluations, foot=0, **style):
     """A run's curve on ax, with its growth and cycles (ticks in line `foot`). Returns (x, y)."""
     rows = [row for row in rows if column != "step" or row["level"] == "fine"]

@@ -35,22 +35,28 @@ class Run(NamedTuple):
 
 
 def read_run(folder):
-    """The run in a folder, finished or not; None where there is none, or not yet a whole config."""
+    """The run in a folder, finished or not; None where there is none, or none that can be read."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            return Run(json.load(f), read_log(folder))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+            run = Run(json.load(f), read_log(folder))
+        run.finished  # needs what all else needs of it
+        return run
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def load(root, scale, arms):
     """{arm: {seed: Run}} of the finished runs of arms below root/scale: one that is still under way
-    has no lowest loss yet."""
+    has no lowest loss yet. Says which are left out."""
     runs, folder = {}, os.path.join(root, scale)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         arm, _, seed = name.rpartition("-seed")
-        if arm in arms and (found := read_run(os.path.join(folder, name))) and found.finished:
+        if arm not in arms or not seed.isdigit():
+            continue
+        if (found := read_run(os.path.join(folder, name))) and found.finished:
             runs.setdefault(arm, {})[int(seed)] = found
+        else:
+            print(f"{folder}/{name}: left out, not finished or damaged", file=sys.stderr)
     return runs
 
 
@@ -66,7 +72,7 @@ def check_alike(runs, folder):
 # Thinning -----------------------------------------------------------------------------------------
 
 def keep_run(about, rows, folder):
-    """Writes config.json and log.csv of a run for results/. Of a path from the root, which is of the
+    """Writes config.json and log.csv of a run for results/. Of a path from the root, that is of the
     machine that it ran on, only the last folder."""
     os.makedirs(folder, exist_ok=True)
     settings = {k: os.path.basename(v) if isinstance(v, str) and os.path.isabs(v) else v
@@ -122,12 +128,12 @@ def mean(parts):
     return sum(n * x for n, x in parts) / sum(n for n, _ in parts) if parts else None
 
 
-def spread(values, percent=False):
+def spread(values, percent=False, sign=""):
     """"mean ± standard deviation" of the values that are there (None: never reached), and how many
     are not."""
     there = [100 * v if percent else v for v in values if v is not None]
     digits, missing = 1 if percent else 3, len(values) - len(there)
-    text = f"{statistics.mean(there):.{digits}f}{'%' * percent}" if there else ""
+    text = f"{statistics.mean(there):{sign}.{digits}f}{'%' * percent}" if there else ""
     if len(there) > 1:
         text += f" ± {statistics.stdev(there):.{digits}f}"
     missed = f"not reached ({missing} of {len(values)})" if missing else ""

@@ -36,7 +36,7 @@ RESULTS = os.path.join(ROOT, "experiments", "results")
 sys.path.insert(0, ROOT)
 from experiments import frontier  # noqa: E402
 from experiments.frontier import FRONTIER  # noqa: E402
-from experiments.plot import figure  # noqa: E402
+from experiments.plot import figure, publish  # noqa: E402
 from experiments.runs import check_alike, keep_run, load, markdown, mean  # noqa: E402
 from experiments.runs import read_run, sparse, spread, thin  # noqa: E402
 from model import GPTConfig  # noqa: E402
@@ -116,9 +116,9 @@ def command_of(scale, arm):
 def run(args):
     """Runs args.arms x args.seeds, a seed's baselines before its other arms, args.jobs at once.
     Exits with what failed, if any did."""
-    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    gpus = torch.cuda.device_count()  # those of cards that are there
+    cores = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0))
     jobs = args.jobs or gpus or max(1, cores // 2)
     places, started = Queue(), {}
     for place in range(jobs):
@@ -142,7 +142,7 @@ def run(args):
             command.append("--resume")
         place, env = places.get(), dict(os.environ)
         if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = str(place % gpus)
+            env["CUDA_VISIBLE_DEVICES"] = cards[place % gpus]
         else:
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))
         os.makedirs(folder, exist_ok=True)
@@ -168,6 +168,8 @@ def keep(args):
     """Copies finished runs into args.results, their logs thinned: those of the frontier, of which
     the end is what counts, to some 50 evaluations."""
     folder = os.path.join(args.out, args.scale)
+    if not os.path.isdir(folder):
+        sys.exit(f"error: no runs in {folder}: study.py run --scale {args.scale} makes them")
     for name in sorted(os.listdir(folder)):
         found = read_run(os.path.join(folder, name))
         if found and found.finished:
@@ -356,20 +358,14 @@ def report(args):
         "A null model, without a network: what an arm would save if only the sum of the rates "
         "counted that a weight is trained with.",
         "", *rates_table(args.scale)])
-    print(text)
-    with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as f:
-        f.write(text + "\n")
     logs = {arm: [run.rows for _, run in sorted(runs[arm].items())] for arm in MAIN if arm in runs}
     panels = [(evaluations, "held-out loss (nats a token)", ("flops", "step")),
               (smooth, f"training loss, mean of {WINDOW} steps", ("flops", "step"))]
     lowest = [min((v for rows in logs["single"] for v in curve(rows)[1]), default=1)
               for curve, *_ in panels]
-    try:
-        figure(os.path.join(folder, "loss.svg"), logs, panels,
-               [(low - 0.3, low + 1.2) for low in lowest],
-               f"scale {args.scale}: thin lines are seeds, thick ones a mean over complete ones")
-    except ImportError:
-        print("no figure: pip install matplotlib", file=sys.stderr)
+    publish(os.path.join(folder, "report"), text, lambda: figure(
+        os.path.join(folder, "loss.svg"), logs, panels, [(low - 0.3, low + 1.2) for low in lowest],
+        f"scale {args.scale}: thin lines are seeds, thick ones a mean over complete ones"))
 
 
 def main(argv=None):

@@ -395,3 +395,37 @@ def test_two_steps_of_every_arm(arm, data, tmp_path):
           "--start_steps", "2", *(["--via_steps", "1"] if "--via" in flags else [])])
     found = runs.read_run(tmp_path / "run")
     assert found.complete and np.isfinite(found.last["val_loss"])
+
+
+def test_a_growth_is_recorded_and_resumed_as_it_was_begun(data, tmp_path):
+    out = [*NESTED, "--data", data, "--out", str(tmp_path / "run")]
+    growth.main(["--growth", "init", *out, "--target_loss", "9"])
+    settings = train.read_config(tmp_path / "run")["settings"]
+    assert settings["growth"] == "init" and settings["rewarm"] == settings["via"] == 0
+    with pytest.raises(SystemExit, match="--growth init, not zero"):
+        growth.main(["--growth", "zero", *out, "--resume"])
+    with pytest.raises(SystemExit, match="of another version .*growth"):
+        train.main([*out, "--resume"])
+    growth.main(["--growth", "init", *out, "--resume"])
+    assert runs.read_run(tmp_path / "run").complete
+    for wrong in (["--rewarm", "-3"], ["--via_steps", "4"]):
+        with pytest.raises(SystemExit, match="--rewarm must be"):
+            growth.main(["--growth", "copy", *wrong, *out, "--overwrite"])
+
+
+def test_a_kept_run_that_cannot_be_read_is_named(kept, capsys):
+    folder = kept / "narrow/scratch3-2500-seed1"
+    whole, about = ((folder / name).read_text() for name in ("log.csv", "config.json"))
+    for name, text, damaged in (
+            ("log.csv", whole, whole.replace("val_loss", "other")),
+            ("log.csv", whole, "x,y\n1,2,3\n"), ("config.json", about, "[]"),
+            ("config.json", about, "{}"), ("config.json", about, about[:-9])):
+        (folder / name).write_text(damaged)
+        (kept / "narrow/scratch3-2500-seedx").mkdir(exist_ok=True)
+        found = runs.load(kept, "narrow", frontier.FRONTIER)
+        assert "scratch3-2500" not in found and "scratch3-5000" in found
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 2 and "scratch12-2500-lr0.012-seed1: left out" in said[0]
+        assert "scratch3-2500-seed1: left out" in said[1]
+        (folder / name).write_text(text)
+    assert "scratch3-2500" in runs.load(kept, "narrow", frontier.FRONTIER)

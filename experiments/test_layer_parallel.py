@@ -354,7 +354,7 @@ def test_control_switches_refines_or_watches(data, tmp_path, controlled):
         assert (checks(tmp_path / f"{same}")[-1] == watch[-1]) == same
 
 
-def test_killed_run_goes_on_to_the_same_log(data, tmp_path, controlled, monkeypatch):
+def test_killed_run_goes_on_to_the_same_log(data, tmp_path, controlled, monkeypatch, capsys):
     step = script.Slab.step
 
     def killed(slab, batch, lr, iterations):
@@ -364,8 +364,10 @@ def test_killed_run_goes_on_to_the_same_log(data, tmp_path, controlled, monkeypa
 
     flags = [*ROUGH, "--control=refine", "--save_seconds=0"]
     monkeypatch.setattr(script.Slab, "step", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as stop:
         run(data, tmp_path / "a", *flags)
+    assert stop.value.code == 130 and "--resume goes on" in capsys.readouterr().out
+    del stop  # and with it the open log
     monkeypatch.setattr(script.Slab, "step", step)
     (tmp_path / "a" / "checks.csv").write_text("a check that the checkpoint knows nothing of")
     got = run(data, tmp_path / "a", *flags, "--resume")
@@ -386,6 +388,9 @@ def test_runs_from_checkpoints_are_one_long_run(data, tmp_path, single):
     got = run(data, tmp_path / "c", *more, f"--init_from={tmp_path}/b", "--steps=4")
     assert column(got, "train_loss")[1:] == column(want, "train_loss")[9:]
     assert got[-1]["val_loss"] == want[-1]["val_loss"] and got[-1]["step"] == 4
+    (tmp_path / "b" / "ckpt.pt").rename(tmp_path / "b" / "gone")  # not wanted to go on
+    assert run(data, tmp_path / "c", *more, f"--init_from={tmp_path}/b", "--steps=4",
+               "--resume") == got
     got = run(data, tmp_path / "d", *more, "--steps=7", "--init=weights")  # moments are lost
     assert got[1]["train_loss"] == want[6]["train_loss"] and got[2] != want[7]
     assert got[-1]["train_loss"] != want[-1]["train_loss"]
@@ -484,6 +489,10 @@ def test_gradients_are_compared_with_autograd(single, tmp_path, capsys):
             ("forward residual", math.sqrt(sum(q[1] for q in one) / sum(q[2] for q in one)))):
         assert float(rows[0][name]) == pytest.approx(want, rel=2e-3), name
     assert all(float(row["relative error"]) < 1e-5 for row in rows if row["c"] == "8")  # 1 interval
+    for flags, error in (([], "in --folders"), (["--folders", str(tmp_path)], "in ")):
+        with pytest.raises(SystemExit, match=f"error: no checkpoint {error}"):
+            script.main(["gradients", *flags])
+    assert not capsys.readouterr().out  # no header of a table that would go over a good one
 
 
 def test_figure_and_table(controlled, tmp_path, capsys):
@@ -507,6 +516,9 @@ def test_figure_and_table(controlled, tmp_path, capsys):
     assert rows["| watch"][4:6] == ["-", "1 + 1"] and rows["| serial"][3:7] == ["-"] * 4
     kept = (tmp_path / "table.md").read_text()
     assert figure.table(figure.read_runs(tmp_path)) + "\n" == kept and kept in said
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+    figure.main(f"{tmp_path}/", str(tmp_path))  # the same folder in other words
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("*/*")}
 
 
 # Settings, counting and simulating ----------------------------------------------------------------

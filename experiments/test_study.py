@@ -387,6 +387,9 @@ def test_runner_shares_out_cores_and_gpus(machine, tmp_path, monkeypatch):
     study.main(["run", "--arms", "headline", "--out", str(tmp_path / "b")])
     assert {env["CUDA_VISIBLE_DEVICES"] for *_, env in machine.calls[2:]} <= {"0", "1"}
     assert len(machine.calls) == 6
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # of a machine that is shared
+    study.main(["run", "--arms", "headline", "--out", str(tmp_path / "c")])
+    assert {env["CUDA_VISIBLE_DEVICES"] for *_, env in machine.calls[6:]} <= {"5", "7"}
 
 
 def test_names_of_studies_and_unknown_flags(machine, tmp_path, capsys):

@@ -96,7 +96,7 @@ class Slab(Level):
     def __init__(self, s, config):
         torch.manual_seed(s.seed)  # every rank draws all the weights, and keeps its own
         self.name, self.net, self.first, state = "fine", GPT(config), 0, None
-        if s.init_from:
+        if s.init_from and not (s.resume and os.path.exists(f"{s.out}/ckpt.pt")):
             if not (state := read_checkpoint(s.init_from)):
                 sys.exit(f"error: no checkpoint in --init_from {s.init_from}")
             if state["config"] != asdict(config):
@@ -229,11 +229,16 @@ def gradients(s, folders):
         factor, residual   what `train` sees after k iterations, from all batches together
         the last column    sequences in a batch whose gradient has as much noise as bias
     """
+    states = {folder: read_checkpoint(folder) for folder in folders}
+    if not all(states.values()) or not folders:
+        missing = [folder for folder, state in states.items() if not state] or "--folders"
+        sys.exit(f"error: no checkpoint in {missing}: name folders of runs")
+    runs = {folder: read_config(folder)["settings"] for folder in folders}
+    for run in runs.values():
+        read_meta(run["data"])  # or it says what is wrong with the data
     say("\n".join(markdown(GRADIENTS)))
-    for folder in folders:
-        if not (state := read_checkpoint(folder)):
-            sys.exit(f"error: no checkpoint in {folder}")
-        model, run = GPT(GPTConfig(**state["config"])), read_config(folder)["settings"]
+    for folder, state in states.items():
+        model, run = GPT(GPTConfig(**state["config"])), runs[folder]
         model.load_state_dict(state["model"])
         engines = [LayerParallel(model, c, s.opening, s.closing, s.relax) for c in (2, 4, 8)]
         tokens = Tokens(run["data"], "train", run["block_size"], model.config.vocab_size)
@@ -418,6 +423,11 @@ def main(argv=None):
             dist.barrier()
             dist.destroy_process_group()
         return result
+    except KeyboardInterrupt:
+        what = "stopped: the same command with --resume goes on from the last checkpoint"
+        if WORLD == 1:
+            say(what)
+            sys.exit(130)
     except (SystemExit, ValueError) as e:  # all ranks have found the same
         what = e.code if isinstance(e, SystemExit) else f"error: {e}"
         if WORLD == 1:
