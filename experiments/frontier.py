@@ -21,7 +21,7 @@ from multilevel import flops_per_token, flops_to_reach  # noqa: E402
 # An arm's name says it all: depth, or blocks of the start, then the budget, and what differs from
 # wsd at 0.003 (paper-b4: 0.001), and from a start of a third of the FLOPs.
 DEPTHS, STARTS = (12, 6, 3, 1), (3, 6, 1)
-BUDGETS_OF = {"narrow": (2500, 5000, 10000, 20000, 40000), "paper-b4": (800, 1600)}
+BUDGETS_OF = {"narrow": (2500, 5000, 10000, 20000, 40000, 60000), "paper-b4": (800, 1600)}
 BUDGETS = [b for budgets in BUDGETS_OF.values() for b in budgets]
 CONFIGS = {"narrow": GPTConfig(vocab_size=257, block_size=64, n_head=1, n_embd=64),
            "paper-b4": GPTConfig()}
